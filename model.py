@@ -1,0 +1,282 @@
+"""Everything that touches weights: loading, LoRA, the critic, log-probs without a (B, T, V) tensor, saving.
+
+Legend: B rows, T tokens, V vocabulary, D hidden size.
+One alignment rule: column t of every (B, T) tensor is about tokens[:, t]. Its log-prob, and the value of the
+state before it, come from the hidden state at t - 1; column 0 is never trained.
+"""
+
+import copy
+import json
+import os
+
+import torch
+import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_ELEMENTS = 2 ** 25    # logits held at once (elements): 128 MB in float32, whatever the vocabulary
+
+
+class ModelError(ValueError):
+    """A model that cannot be had or cannot be trained here; the message says what to change."""
+
+
+class ActorCritic(nn.Module):
+    """The policy, and what the algorithm needs beside it: a critic (ppo), a frozen reference (kl_coef > 0).
+
+    With LoRA there is one frozen base: the policy is its adapter "default", the critic a second adapter
+    "critic" with a value head, the reference the base with its adapters off. Full fine-tuning keeps a copy of
+    the backbone for the critic and, if asked for, a frozen copy of the policy.
+
+    lm: a Hugging Face causal LM in float32 (or a PeftModel around one).
+    critic, reference: whether to hold them. bf16: compute in bfloat16; trainable weights stay float32.
+    """
+
+    def __init__(self, lm, critic=False, reference=False, bf16=False):
+        super().__init__()
+        self.peft = hasattr(lm, "peft_config")
+        self.lm = lm
+        self.bf16 = bf16
+        hidden_size = self.config.get_text_config().hidden_size
+        self.critic = self.value_head = self.reference = None
+        if critic:
+            self.value_head = nn.Linear(hidden_size, 1)
+            nn.init.zeros_(self.value_head.weight)      # the first values are exactly 0: no random baseline
+            nn.init.zeros_(self.value_head.bias)
+            if not self.peft:
+                self.critic = copy.deepcopy(lm.base_model)
+            elif "critic" not in lm.peft_config:
+                lm.add_adapter("critic", lm.peft_config["default"])
+        if reference and not self.peft:
+            self.reference = copy.deepcopy(lm).requires_grad_(False)
+        if self.peft:
+            from peft.tuners.tuners_utils import BaseTunerLayer
+            self.lora_layers = [m for m in lm.modules() if isinstance(m, BaseTunerLayer)]
+            for name, p in lm.named_parameters():
+                p.requires_grad_("lora_" in name)       # add_adapter freezes the one that is not active
+                if p.requires_grad:
+                    p.data = p.data.float()
+        self.use("policy")
+
+    @property
+    def causal_lm(self):
+        """The Hugging Face model itself, with the LoRA layers inside where there are any."""
+        return self.lm.get_base_model() if self.peft else self.lm
+
+    @property
+    def config(self):
+        return self.causal_lm.config
+
+    @property
+    def device(self):
+        return self.causal_lm.get_output_embeddings().weight.device
+
+    def policy_parameters(self):
+        """The policy's trainable weights: the adapter "default", or the whole model."""
+        critic = {id(p) for p in self.critic_parameters()}
+        return [p for p in self.parameters() if p.requires_grad and id(p) not in critic]
+
+    def critic_parameters(self):
+        """The critic's trainable weights with its value head; empty without a critic."""
+        own = list(self.value_head.parameters()) if self.value_head is not None else []
+        own += list(self.critic.parameters()) if self.critic is not None else []
+        return own + [p for n, p in self.lm.named_parameters() if ".critic." in n and "lora_" in n]
+
+    def use(self, role):
+        """Point the LoRA layers at a role: "policy", "critic" or "reference" (no adapter).
+
+        peft's own set_adapter would switch requires_grad off on the other adapter, and its gradient would
+        silently be 0 inside one forward; so the two attributes that its layers read are set directly.
+        """
+        for layer in self.lora_layers if self.peft else ():
+            layer._active_adapter = ["critic" if role == "critic" else "default"]
+            layer._disable_adapters = role == "reference"
+
+    def autocast(self):
+        """bfloat16 compute on request, in this one place."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
+
+    def hidden(self, tokens, attn_mask=None, positions=None, cache=None, lm=None):
+        """Return the backbone's last hidden states (B, T, D); with a cache, extend it by these tokens.
+
+        attn_mask: (B, past + T), 1 where a token is real; None where no real token follows padding.
+        positions: (B, T), default 0 .. T-1. lm: another model of the same shape (default: the policy).
+        """
+        kwargs = {} if cache is None else {cache_argument(self.causal_lm): cache}
+        with self.autocast():
+            return (lm or self.causal_lm.base_model)(
+                input_ids=tokens, attention_mask=attn_mask, position_ids=positions,
+                use_cache=cache is not None, **kwargs).last_hidden_state
+
+    def logits(self, hidden, lm=None):
+        """Return float32 logits (..., V) of hidden states (..., D), by the model's own head."""
+        with self.autocast():
+            return head(lm or self.causal_lm, hidden)
+
+    def forward(self, tokens, loss_mask, last=None, *, temperature=1.0, roles=("policy",)):
+        """Score sampled tokens under one or more roles in one pass each.
+
+        tokens (B, T) int64, right-padded: causal attention never looks right, so padding needs no mask.
+        loss_mask (B, T) bool: the tokens to score; column 0 is False.
+        last (B,) int64: index of each row's last token, for `bootstrap`.
+        temperature: logits are divided by it, as in sampling (design: loss distribution = sampling
+        distribution).
+        roles: of "policy", "reference", "critic".
+        Returns a dict of float32 tensors, 0 off the mask: "logprobs" and "entropy" (B, T) for policy,
+        "ref_logprobs" (B, T) for reference, "values" (B, T) and "bootstrap" (B,), the value after the last
+        token, for critic.
+        """
+        out = {}
+        where = loss_mask[:, 1:]                                              # (B, T-1): hidden t-1 scores t
+        for role in roles:
+            self.use(role)
+            if role == "critic":
+                hidden = self.hidden(tokens, lm=self.critic)                  # (B, T, D)
+                with self.autocast():
+                    values = self.value_head(hidden).float().squeeze(-1)      # (B, T): after token t
+                out["values"] = nn.functional.pad(values[:, :-1] * where, (1, 0))
+                out["bootstrap"] = values.gather(1, last[:, None])[:, 0] if last is not None else None
+                continue
+            lm = self.reference if role == "reference" and not self.peft else self.causal_lm
+            hidden = self.hidden(tokens, lm=lm.base_model)[:, :-1][where]     # (n, D), n scored tokens
+            logprobs, entropy = self.score(hidden, tokens[:, 1:][where], temperature, lm)
+            blank = torch.zeros(tokens.shape, device=tokens.device)
+            scatter = lambda x: blank.masked_scatter(loss_mask, x)            # (n,) -> (B, T), row by row
+            if role == "reference":
+                out["ref_logprobs"] = scatter(logprobs)
+            else:
+                out["logprobs"], out["entropy"] = scatter(logprobs), scatter(entropy)
+        self.use("policy")
+        return out
+
+    def score(self, hidden, targets, temperature, lm):
+        """Return log-probs and entropies (n,) of targets (n,) from hidden (n, D), a chunk of logits at a time.
+
+        With gradients, every chunk but a lone one is recomputed in the backward pass, so that the memory
+        doesn't grow with n x V.
+        """
+        def chunk(h, y):
+            logp = torch.log_softmax(self.logits(h, lm) / temperature, dim=-1)          # (c, V)
+            return logp.gather(1, y[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+        size = max(1, CHUNK_ELEMENTS // self.config.get_text_config().vocab_size)
+        if len(targets) <= size:
+            return chunk(hidden, targets)
+        parts = [checkpoint(chunk, h, y, use_reentrant=False) if torch.is_grad_enabled() else chunk(h, y)
+                 for h, y in zip(hidden.split(size), targets.split(size))]
+        return tuple(torch.cat(p) for p in zip(*parts))
+
+    def save(self, folder, tokenizer):
+        """Write the policy as a folder that plain transformers (or, with LoRA, peft) loads."""
+        if not self.peft:
+            self.lm.save_pretrained(folder)
+        else:
+            self.lm.save_pretrained(folder, selected_adapters=["default"])
+            path = os.path.join(folder, "adapter_config.json")
+            with open(path) as f:
+                config = json.load(f)
+            config["base_model_name_or_path"] = portable(config["base_model_name_or_path"])
+            with open(path, "w") as f:
+                json.dump(config, f, indent=2)
+        tokenizer.save_pretrained(folder)
+
+
+def head(lm, hidden):
+    """Return the float32 logits (..., V) that a causal LM makes of its last hidden states (..., D)."""
+    logits = lm.get_output_embeddings()(hidden).float()
+    cap = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)     # Gemma-2, Gemma-3
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
+def portable(path):
+    """A local path relative to the working directory: a saved folder never names a machine's own paths."""
+    return os.path.relpath(path) if path and os.path.isabs(path) else path
+
+
+def cache_argument(lm):
+    """The name of forward's cache argument: `cache` since transformers 5.2x, `past_key_values` before."""
+    import inspect
+    return "cache" if "cache" in inspect.signature(type(lm).forward).parameters else "past_key_values"
+
+
+def load_model(path, *, lora_rank=0, critic=False, reference=False, bf16=False):
+    """Load a policy and its tokenizer.
+
+    path: a local folder or hub name of a causal LM, or a folder with a PEFT adapter (then that policy goes on:
+    its adapter is trained further if lora_rank > 0, merged into the weights if lora_rank = 0).
+    lora_rank: 0 trains all weights, else the rank (and alpha) of new adapters on all linear layers.
+    Returns (ActorCritic, tokenizer). Raises ModelError with what to change.
+    """
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+    logging.disable_progress_bar()
+    base, adapter = path, None
+    if os.path.isfile(os.path.join(path, "adapter_config.json")):
+        with open(os.path.join(path, "adapter_config.json")) as f:
+            adapter = json.load(f)
+        base = adapter["base_model_name_or_path"]
+        if not os.path.exists(base) and os.path.exists(os.path.join(path, base)):
+            base = os.path.join(path, base)
+    lm = load_causal_lm(base, torch.bfloat16 if bf16 and lora_rank else torch.float32)
+    for folder in (path, base):     # an adapter folder may hold no tokenizer
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            break
+        except (OSError, ValueError) as error:
+            problem = error
+    else:
+        raise ModelError(f"model={path!r} has no usable tokenizer: {problem}")
+    if adapter:
+        from peft import PeftModel
+        if lora_rank and adapter.get("r") != lora_rank:
+            raise ModelError(f"model={path!r} holds a LoRA adapter of rank {adapter.get('r')}, but lora_rank="
+                             f"{lora_rank}. Set --lora_rank={adapter.get('r')} to train it further, or "
+                             f"--lora_rank=0 to merge it and train all weights.")
+        lm = PeftModel.from_pretrained(lm, path, is_trainable=True)
+        if not lora_rank:
+            lm = lm.merge_and_unload()
+    elif lora_rank:
+        from peft import LoraConfig, get_peft_model
+        lm = get_peft_model(lm, LoraConfig(r=lora_rank, lora_alpha=lora_rank, target_modules="all-linear",
+                                           lora_dropout=0.0, task_type="CAUSAL_LM"))
+    for module in lm.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0      # GPT-2 and others: the loss distribution must be the sampling distribution
+    return ActorCritic(lm, critic, reference, bf16), tokenizer
+
+
+def load_causal_lm(path, dtype):
+    """Load a decoder that this code trains exactly; refuse any other with the reason."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except Exception as error:      # transformers raises OSError, ValueError, and the hub's own kinds
+        kind = "is a folder without a readable config.json" if os.path.isdir(path) else \
+            "is no local folder, and could not be had from the hub"
+        raise ModelError(f"model={path!r} {kind} ({type(error).__name__}). Check the spelling and the network, "
+                         f"or start with configs/tiny_frozenlake.py, which needs no download.") from None
+    if config.is_encoder_decoder:
+        raise ModelError(f"model={path!r} ({config.model_type}) is an encoder-decoder; a decoder-only causal LM "
+                         f"is needed.")
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if kinds - {"full_attention", "sliding_attention"} or getattr(text, "state_size", None):
+        raise ModelError(f"model={path!r} ({config.model_type}) keeps a recurrent state ({sorted(kinds)}): its "
+                         f"cache can't be re-aligned between turns. An attention-only decoder is needed.")
+    try:
+        lm = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model={path!r} could not be loaded as a causal LM: {error}") from None
+    check_head(lm, path)
+    return lm
+
+
+@torch.no_grad()
+def check_head(lm, path):
+    """Refuse a model whose logits are not head(hidden): its log-probs would be silently wrong."""
+    lm.eval()
+    ids = torch.arange(1, 9, device=lm.device)[None] % lm.config.get_text_config().vocab_size
+    want = lm(input_ids=ids).logits.float()
+    got = head(lm, lm.base_model(input_ids=ids).last_hidden_state)
+    if not torch.allclose(want, got, rtol=1e-3, atol=1e-3 * max(1.0, want.abs().max().item())):
+        raise ModelError(f"model={path!r} ({lm.config.model_type}) transforms its logits in a way that this code "
+                         f"doesn't know; the log-probs would be wrong. Add it to model.head.")

@@ -1,0 +1,507 @@
+"""The border between text and tokens: chat context, batched KV-cached generation, Trajectory, Batch.
+
+This is the only file that knows both. Token in, token out: a Trajectory keeps the ids that were sampled and the
+ids of the observations that were fed. History is never decoded and re-encoded, responses are never rewritten,
+and the loss mask is written when a token is sampled.
+
+Read `collect` first. Legend: B rows, T tokens, K turns, V vocabulary.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+SYSTEM = "You are a helpful assistant."
+FORMAT_PENALTY = -0.1       # once for a turn without a well-formed answer or with an unknown action (paper B.2)
+VALIDATION_SEED = 123       # first validation task; training tasks have seeds of 2**63 and more
+
+# For a base model that brings no chat template: plain headings, every message closed by the eos token.
+PLAIN_TEMPLATE = ("{% for m in messages %}### {{ m['role'] }}\n{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
+                  "{% if add_generation_prompt %}### assistant\n{% endif %}")
+
+
+# ---------------------------------------------------------------------------------------------- data
+
+@dataclass
+class Trajectory:
+    """One episode, as plain Python. All lists of the first block have one entry per token (T)."""
+    tokens: list = field(default_factory=list)      # ids: the first prompt, then responses and observations in turn
+    loss_mask: list = field(default_factory=list)   # 1 where the policy sampled the token, its stop token included
+    logprobs: list = field(default_factory=list)    # log-prob at sampling, nats; 0 where not sampled
+    turn_ids: list = field(default_factory=list)    # turn, from 0; an observation belongs to the turn it opens
+
+    turn_rewards: list = field(default_factory=list)  # (K,) reward of each turn, format penalty included
+    format_ok: list = field(default_factory=list)     # (K,) bool: the answer was well-formed, all actions known
+    messages: list = field(default_factory=list)      # the episode as chat messages, for people and logs
+    group: int = 0                                  # episodes of one group share their task and their prompt
+    member: int = 0                                 # number inside the group
+    success: bool = False                           # the environment's verdict
+    truncated: bool = False                         # cut off by max_context, max_new_tokens or the environment;
+    #                                                 the end of the told budget is a real end, not a cut
+
+    @property
+    def traj_return(self):
+        """R(τ): the sum of the turns' rewards, undiscounted (Eq. 2)."""
+        return float(sum(self.turn_rewards))
+
+
+@dataclass
+class Batch:
+    """Trajectories as tensors, right-padded. Column t is about tokens[:, t]; column 0 is never trained."""
+    tokens: torch.Tensor                # (B, T) int64
+    loss_mask: torch.Tensor             # (B, T) bool, sampled tokens
+    turn_ids: torch.Tensor              # (B, T) int64
+    logprobs: torch.Tensor              # (B, T) nats, as sampled
+    last: torch.Tensor                  # (B,) int64, index of each row's last token
+    turn_rewards: torch.Tensor          # (B, K) reward of each turn
+    truncated: torch.Tensor             # (B,) bool: the value after the last token is bootstrapped
+    index: torch.Tensor                 # (B,) int64, row's number in the list the batch was made from
+    # filled in by train.py, in this order, where the algorithm needs them; all (B, T)
+    old_logprobs: torch.Tensor | None = None
+    ref_logprobs: torch.Tensor | None = None
+    old_values: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
+
+
+def make_batch(trajectories, index, device):
+    """Stack trajectories[i] for i in index as a Batch on a device."""
+    rows = [trajectories[i] for i in index]
+    longest, turns = max(len(r.tokens) for r in rows), max(len(r.turn_rewards) for r in rows)
+
+    def pad(name, dtype, width):
+        out = np.zeros((len(rows), width), dtype)
+        for i, r in enumerate(rows):
+            out[i, :len(getattr(r, name))] = getattr(r, name)
+        return torch.from_numpy(out).to(device)
+
+    return Batch(
+        tokens=pad("tokens", np.int64, longest), loss_mask=pad("loss_mask", bool, longest),
+        turn_ids=pad("turn_ids", np.int64, longest), logprobs=pad("logprobs", np.float32, longest),
+        turn_rewards=pad("turn_rewards", np.float32, turns),
+        last=torch.tensor([len(r.tokens) - 1 for r in rows], device=device),
+        truncated=torch.tensor([r.truncated for r in rows], device=device),
+        index=torch.tensor(list(index), device=device))
+
+
+# ---------------------------------------------------------------------------------------------- seeds
+
+@dataclass(frozen=True)
+class Episode:
+    """What fixes one episode but for the weights: its place, its two seeds, and its sampling noise."""
+    group: int
+    member: int
+    task_seed: int      # the world; shared by the group
+    noise_seed: int     # the world's luck; the member's own
+    noise_key: tuple    # (run seed, iteration): with group and member it keys the stream of sampling noise
+
+
+def train_episodes(run_seed, iteration, groups, members):
+    """The episodes of a training iteration: `members` for each group number in `groups`.
+
+    Every number follows from (run seed, iteration, group, member) through numpy's SeedSequence: no global
+    state, no repeat over ranks or iterations, the same episodes on any number of ranks.
+    """
+    def draw(*key):
+        return int(np.random.SeedSequence(run_seed, spawn_key=key).generate_state(1, np.uint64)[0])
+    return [Episode(g, m, draw(0, iteration, g) | 2 ** 63, draw(1, iteration, g, m), (run_seed, iteration))
+            for g in groups for m in range(members)]
+
+
+def validation_episodes(tasks):
+    """The fixed validation episodes with the numbers in `tasks`, one sample each; the same for every run."""
+    return [Episode(k, 0, VALIDATION_SEED + k, VALIDATION_SEED + k, (VALIDATION_SEED, 0)) for k in tasks]
+
+
+def token_noise(episodes, turns, tokens):
+    """Uniform numbers in [0, 1) that the episodes' tokens are drawn with: float32 (E, turns, tokens).
+
+    Philox is a counter-based generator: the key is the iteration's, the high words of the counter are the
+    episode's, so that an episode's noise doesn't depend on the batch it is sampled in.
+    """
+    out = np.empty((len(episodes), turns, tokens), np.float32)
+    keys = {}
+    for i, e in enumerate(episodes):
+        if e.noise_key not in keys:
+            keys[e.noise_key] = np.random.SeedSequence(e.noise_key[0], spawn_key=(2, e.noise_key[1])
+                                                       ).generate_state(2, np.uint64)
+        bits = np.random.Philox(key=keys[e.noise_key], counter=[0, 0, e.member, e.group])
+        np.random.Generator(bits).random(out=out[i], dtype=np.float32)
+    return torch.from_numpy(out)
+
+
+# ---------------------------------------------------------------------------------------------- text
+
+class Chat:
+    """Turns text into token ids by a tokenizer's own chat template, found by rendering, not by model name.
+
+    A short dummy chat is rendered, and cut at its contents: `close` is what stands between an assistant's text
+    and the next user's, `open` what stands between a user's text and the assistant's. prefill is put at the
+    start of each assistant turn ("<think>" or "<answer>"); it is fed, not sampled, and carries no loss.
+    stop_ids: the token that closes an assistant turn, and whatever the tokenizer or `extra_stops` call eos.
+    """
+
+    def __init__(self, tokenizer, think=True, extra_stops=()):
+        self.tokenizer = tokenizer
+        self.template = tokenizer.chat_template or PLAIN_TEMPLATE
+        user, assistant, system = "first user text", "assistant text", "system text"
+        try:
+            self.has_system = system in self.render([("system", system), ("user", user)])
+        except Exception:       # a template without a system role raises from inside Jinja (Gemma)
+            self.has_system = False
+        full = self.render([("user", user), ("assistant", assistant), ("user", "second user text")])
+        self.close, self.open = full.split(assistant)[1].split("second user text")
+        self.prefill = "<think>" if think else "<answer>"
+        if self.open.rstrip().endswith("<think>"):      # a template that opens the thinking itself
+            self.prefill = "" if think else "\n</think>\n\n<answer>"
+        self.given = self.prefill if self.prefill or not think else "<think>"   # what the parser must put back
+        ids = self.encode([self.close])[0]
+        special = [i for i in ids[:3] if i in tokenizer.all_special_ids]
+        self.stop_ids = sorted({tokenizer.eos_token_id, *special[:1], *extra_stops} - {None})
+        if not self.stop_ids:
+            raise ValueError("The tokenizer names no eos token and its chat template closes a turn with none: "
+                             "a turn could never end. Set tokenizer.eos_token.")
+
+    def render(self, turns):
+        return self.tokenizer.apply_chat_template(
+            [{"role": role, "content": text} for role, text in turns],
+            chat_template=self.template, tokenize=False, add_generation_prompt=True)
+
+    def encode(self, texts):
+        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+    def first(self, texts):
+        """Ids of whole prompts, one for each first user text."""
+        fold = [[("system", SYSTEM), ("user", t)] if self.has_system else [("user", f"{SYSTEM}\n\n{t}")]
+                for t in texts]
+        return self.encode([self.render(turns) + self.prefill for turns in fold])
+
+    def next(self, texts, last_ids):
+        """Ids to feed after a response: its closing (but for the stop token already sampled), text, opening."""
+        out = []
+        for ids, last in zip(self.encode([self.close + t + self.open + self.prefill for t in texts]), last_ids):
+            sampled = last in self.stop_ids and last in ids[:3]
+            out.append(ids[ids.index(last) + 1:] if sampled else ids)
+        return out
+
+    def answer(self, text):
+        """Ids of a response that gives `text` as its answer, for supervised play (without a thought)."""
+        opened = "</think> <answer>" if self.given.startswith("<think>") else ""
+        return self.encode([f"{opened}{text}</answer>"])[0] + [self.stop_ids[0]]
+
+    def decode(self, ids):
+        """The text of a response as the environment reads it: what was given, what was sampled, no stop token."""
+        ids = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
+        return self.given + self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def user_message(env, observation, turn, reward, actions_left, cfg):
+    """The user's side of a turn. turn 0 also holds the instruction, the legend, the actions and the budget."""
+    if cfg.terse:
+        return f"{env.brief if turn == 0 else format(reward, 'g')}\n{observation}\n{actions_left}"
+    parts = []
+    if turn == 0:
+        parts.append(env.instruction)
+        if env.legend:
+            parts.append("The meaning of each symbol is: " + ", ".join(f"{k}: {v}" for k, v in env.legend.items()))
+        if env.actions:
+            parts.append("Your available actions are: " + ", ".join(env.actions))
+        parts.append(f"You can take at most {cfg.max_actions} actions in all, and at most "
+                     f"{cfg.max_actions_per_turn} in a turn, separated by \"{cfg.action_sep}\".")
+    else:
+        parts.append(f"Reward: {reward:g}")
+    shape = "<think> [your thoughts] </think> <answer> [your answer] </answer>" if cfg.think else \
+        "<answer> [your answer] </answer>"
+    parts.append(f"Turn {turn + 1}:\nState:\n{observation}\nYou have {actions_left} actions left. Always output: "
+                 f"{shape} with no extra text. Strictly follow this format. "
+                 f"Max response length: {cfg.max_new_tokens} tokens.")
+    return "\n\n".join(parts)
+
+
+def parse_response(text, actions, limit, sep="||", think=True):
+    """Read the actions out of a response; linear time on any text.
+
+    text: the response with its prefill. actions: the valid names, matched case-insensitively; None = free text,
+    where the whole answer is one action. limit: more actions than this are cut, not punished.
+    Returns (the valid actions, format_ok); format_ok is False without a well-formed answer or with any unknown
+    action, and the valid ones still run.
+
+    >>> parse_response("<think>go</think><answer>up || Jump</answer>", ("Up", "Down"), 5)
+    (['Up'], False)
+    """
+    start = 0
+    ok = True
+    if think:
+        end = text.find("</think>")
+        ok = text.lstrip().startswith("<think>") and end >= 0
+        start = max(end, 0)
+    i = text.find("<answer>", start)
+    j = text.find("</answer>", i + 8) if i >= 0 else -1
+    if j < 0:
+        return [], False
+    content = text[i + 8:j]
+    if actions is None:
+        return ([content.strip()], ok) if content.strip() else ([], False)
+    known = {a.lower(): a for a in actions}
+    named = [known.get(part.strip().lower()) for part in content.split(sep, limit)[:limit]]
+    valid = [a for a in named if a is not None]
+    return valid, ok and len(valid) == len(named)
+
+
+# ---------------------------------------------------------------------------------------------- the cache
+
+class RoomyLayer(DynamicLayer):
+    """A cache layer that writes into spare room instead of copying itself for every token.
+
+    `keys` and `values` stay what transformers expects, (B, heads, seen, dim): views of a larger buffer.
+    """
+    ROOM = 128      # columns added when the buffer is full
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+            self.buffers = (self.keys, self.values)
+        seen, new = self.keys.shape[2], key_states.shape[2]
+        if self.buffers[0].shape[2] < seen + new:
+            self.buffers = tuple(self.grow(x, seen + new) for x in (self.keys, self.values))
+        for buffer, x in zip(self.buffers, (key_states, value_states)):
+            buffer[:, :, seen:seen + new] = x
+        self.keys, self.values = (b[:, :, :seen + new] for b in self.buffers)
+        return self.keys, self.values
+
+    def grow(self, x, size):
+        b, h, n, d = x.shape
+        out = x.new_empty(b, h, size + self.ROOM, d)
+        out[:, :, :n] = x
+        return out
+
+    def rearrange(self, rows, columns):
+        """Keep `rows` (index or None = all), then gather `columns` (B, W) of each (None = all)."""
+        for name in ("keys", "values"):
+            x = getattr(self, name)
+            x = x if rows is None else x[rows]
+            if columns is not None:
+                x = x.gather(2, columns[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+            setattr(self, name, x)
+        self.buffers = (self.keys, self.values)
+
+
+class Rows:
+    """The rows in flight: their cache, its mask, and the operations that keep it a left-padded rectangle.
+
+    Decision: no holes. After each feed and each turn the rows are right-aligned by one gather, so that
+    sliding-window layers, which measure distance in columns, stay right.
+    """
+
+    def __init__(self, policy):
+        self.policy = policy
+        self.cache = Cache(layer_class_to_replicate=RoomyLayer)
+        self.mask = None        # (B, columns) int64, 1 where the cache holds a real token
+
+    def feed(self, ids, mask):
+        """Run ids (B, M) where mask (B, M) is 1 through the model; return the last hidden states (B, M, D)."""
+        self.mask = mask if self.mask is None else torch.cat([self.mask, mask], 1)
+        positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
+        return self.policy.hidden(ids, self.mask, positions, self.cache)
+
+    def feed_ragged(self, lists):
+        """Feed lists of ids of unequal length; return the hidden state after each row's last one, (B, D)."""
+        lengths = torch.tensor([len(x) for x in lists])
+        ids = torch.zeros(len(lists), int(lengths.max()), dtype=torch.long)
+        mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+        ids[mask.bool()] = torch.tensor([t for x in lists for t in x])
+        device = self.policy.device
+        hidden = self.feed(ids.to(device), mask.to(device))
+        last = hidden[torch.arange(len(lists), device=device), (lengths - 1).to(device)]
+        self.align()
+        return last
+
+    def align(self):
+        """Right-align every row."""
+        lengths = self.mask.sum(1)
+        width = int(lengths.max())
+        if int(lengths.min()) == self.mask.shape[1]:
+            return      # no padding and no hole anywhere
+        columns = torch.argsort(self.mask, dim=1, stable=True)[:, -width:]       # padding first, order kept
+        self.rearrange(None, columns)
+        self.mask = self.mask.gather(1, columns)
+
+    def select(self, rows):
+        """Keep (or repeat) rows, an int64 index."""
+        self.rearrange(rows, None)
+        self.mask = self.mask[rows]
+
+    def rearrange(self, rows, columns):
+        for layer in self.cache.layers:
+            layer.rearrange(rows, columns)
+
+
+# ---------------------------------------------------------------------------------------------- sampling
+
+def draw(logits, uniforms, temperature):
+    """Draw one token per row by inverse CDF from softmax(logits / temperature).
+
+    logits (B, V) float32, uniforms (B,) in [0, 1). temperature 0 takes the most likely token.
+    Returns (token (B,), its log-prob (B,)). The sum runs in float64 and the uniform is scaled by its last
+    value, so that rounding never picks a token of probability 0.
+    """
+    if temperature == 0:
+        logp = torch.log_softmax(logits, -1)
+        return logp.argmax(-1), logp.amax(-1)
+    logits = logits / temperature
+    probs = torch.softmax(logits, -1)
+    cdf = probs.double().cumsum(-1)
+    token = torch.searchsorted(cdf, uniforms.double()[:, None] * cdf[:, -1:], right=True)
+    logp = logits.gather(1, token) - logits.logsumexp(-1, keepdim=True)
+    return token[:, 0], logp[:, 0]
+
+
+def sample_turn(rows, hidden, uniforms, limit, stop_ids, temperature):
+    """Sample one response per row, token by token, all rows at once.
+
+    hidden (B, D): the state after the last fed token. uniforms (B, M), limit (B,): most tokens for each row.
+    Returns (tokens (B, n), logprobs (B, n), lengths (B,)) on the CPU. A row's last token, its stop token as a
+    rule, is not in the cache yet: it is fed with the next observation, which saves a forward pass.
+    """
+    device = hidden.device
+    stops = torch.tensor(stop_ids, device=device)
+    alive = torch.ones(len(hidden), dtype=torch.bool, device=device)
+    tokens, logprobs, lived = [], [], []
+    for k in range(uniforms.shape[1]):
+        token, logp = draw(rows.policy.logits(hidden), uniforms[:, k], temperature)
+        tokens.append(token), logprobs.append(logp), lived.append(alive)
+        alive = alive & ~torch.isin(token, stops) & (limit > k + 1)
+        # asking for `any` makes a GPU wait; every eighth token is often enough there
+        if (device.type == "cpu" or k % 8 == 7) and not alive.any() or k + 1 == uniforms.shape[1]:
+            break
+        hidden = rows.feed(token[:, None], alive.long()[:, None])[:, 0]
+    rows.align()
+    return (torch.stack(tokens, 1).cpu(), torch.stack(logprobs, 1).cpu(), torch.stack(lived, 1).sum(1).cpu())
+
+
+# ---------------------------------------------------------------------------------------------- episodes
+
+@torch.no_grad()
+def collect(policy, chat, make_env, episodes, cfg, temperature):
+    """Play episodes, all rows at once, with one KV cache over each whole episode.
+
+    policy: ActorCritic. chat: Chat. make_env: a callable that returns a fresh TextEnv.
+    episodes: list of Episode; a group's members stand together and its prompt is prefilled once.
+    cfg: settings max_turns, max_actions, max_actions_per_turn, max_new_tokens, max_context, action_sep, think,
+    terse, rollout_batch (rows decoded at once, 0 = all; the result doesn't depend on it).
+    Returns a list of Trajectory in the order of `episodes`.
+    Raises ValueError if a prompt leaves no room in the context.
+    """
+    policy.eval()
+    size = cfg.rollout_batch or len(episodes)
+    return [t for i in range(0, len(episodes), size)
+            for t in play_batch(policy, chat, make_env, episodes[i:i + size], cfg, temperature)]
+
+
+def play_batch(policy, chat, make_env, episodes, cfg, temperature):
+    games = [Game(make_env(), e, cfg) for e in episodes]
+    groups = list(dict.fromkeys(e.group for e in episodes))                     # in order of appearance
+    first = {e.group: g for e, g in zip(reversed(episodes), reversed(games))}   # a group's first game
+    prompts = chat.first([first[g].message for g in groups])
+    longest = max(map(len, prompts))
+    if longest >= cfg.max_context:
+        raise ValueError(f"the first prompt has {longest} tokens, which leaves no room in max_context="
+                         f"{cfg.max_context}. Raise max_context, or set terse=True for a shorter prompt.")
+    noise = token_noise(episodes, cfg.max_turns, cfg.max_new_tokens).to(policy.device)
+
+    rows = Rows(policy)
+    hidden = rows.feed_ragged(prompts)                                          # one row per group
+    number = {g: i for i, g in enumerate(groups)}
+    spread = torch.tensor([number[e.group] for e in episodes], device=policy.device)
+    rows.select(spread)                                                         # one row per episode
+    hidden = hidden[spread]
+    for game in games:
+        game.feed(prompts[number[game.episode.group]])
+
+    live = list(range(len(games)))          # row r plays game live[r]
+    for turn in range(cfg.max_turns):
+        limit = torch.tensor([cfg.max_context - len(games[i].traj.tokens) for i in live], device=policy.device)
+        at = torch.tensor(live, device=policy.device)
+        sampled = sample_turn(rows, hidden, noise[at, turn], limit, chat.stop_ids, temperature)
+        for i, ids, logps, n in zip(live, *(x.tolist() for x in sampled)):
+            games[i].respond(chat, ids[:n], logps[:n])
+        going = [r for r, i in enumerate(live) if not games[i].over]
+        if not going:
+            break
+        feeds = chat.next([games[live[r]].message for r in going],
+                          [games[live[r]].traj.tokens[-1] for r in going])
+        room = [games[live[r]].take(ids) for r, ids in zip(going, feeds)]       # False: the context is full
+        feeds = [ids for ids, ok in zip(feeds, room) if ok]
+        going = [r for r, ok in zip(going, room) if ok]
+        if not going:
+            break
+        if len(going) < len(live):
+            rows.select(torch.tensor(going, device=policy.device))
+        live = [live[r] for r in going]
+        hidden = rows.feed_ragged([[games[i].pending] + ids for i, ids in zip(live, feeds)])
+    return [game.traj for game in games]
+
+
+class Game:
+    """One episode's text side: an environment, what it told, and the Trajectory that grows."""
+
+    def __init__(self, env, episode, cfg):
+        self.env, self.episode, self.cfg = env, episode, cfg
+        self.traj = Trajectory(group=episode.group, member=episode.member)
+        self.actions_left, self.turn, self.over = cfg.max_actions, 0, False
+        self.observation = env.reset(episode.task_seed, episode.noise_seed)
+        self.message = user_message(env, self.observation, 0, 0.0, self.actions_left, cfg)
+
+    def append(self, ids, logprobs, sampled):
+        t = self.traj
+        t.tokens += ids
+        t.logprobs += logprobs
+        t.loss_mask += [int(sampled)] * len(ids)
+        t.turn_ids += [self.turn] * len(ids)
+
+    def feed(self, ids):
+        """Take observation ids into the record, with no loss."""
+        self.traj.messages.append({"role": "user", "content": self.message})
+        self.append(ids, [0.0] * len(ids), False)
+
+    def take(self, ids):
+        """Feed an observation if the context holds it and one token more; else end as truncated."""
+        self.pending = self.traj.tokens[-1]         # sampled, not yet in the cache
+        if len(self.traj.tokens) + len(ids) >= self.cfg.max_context:
+            self.traj.truncated = self.over = True
+            return False
+        self.turn += 1
+        self.feed(ids)
+        return True
+
+    def respond(self, chat, ids, logprobs):
+        """Take a sampled response: record it, and play the actions that it names."""
+        self.append(ids, logprobs, True)
+        text = chat.decode(ids)
+        self.traj.messages.append({"role": "assistant", "content": text})
+        self.play(*parse_response(text, self.env.actions, self.cfg.max_actions_per_turn, self.cfg.action_sep,
+                                  self.cfg.think), cut=ids[-1] not in chat.stop_ids)
+
+    def play(self, actions, format_ok, cut=False):
+        """Play a turn's actions and word the next message. cut: no stop token within max_new_tokens or context."""
+        traj, reward = self.traj, 0.0
+        for action in actions[:self.actions_left]:
+            self.observation, r, terminated, truncated, info = self.env.step(action)
+            self.actions_left -= 1
+            reward += r
+            traj.success, traj.truncated = bool(info["success"]), truncated
+            if terminated or truncated:
+                self.over = True
+                break
+        traj.turn_rewards.append(reward + (0.0 if format_ok else FORMAT_PENALTY))
+        traj.format_ok.append(format_ok)
+        traj.truncated |= cut and not self.over
+        self.over |= traj.truncated or self.actions_left == 0 or self.turn + 1 == self.cfg.max_turns
+        if not self.over:       # the reward that is told is the environment's alone
+            self.message = user_message(self.env, self.observation, self.turn + 1, reward, self.actions_left,
+                                        self.cfg)

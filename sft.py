@@ -1,0 +1,184 @@
+"""Supervised baseline (arXiv 2504.20073, App. C): imitate a solver's multi-turn chats.
+
+    python sft.py --out_dir=assets/tiny                                     # makes the laptop model from nothing
+    python sft.py --model=Qwen/Qwen2.5-0.5B-Instruct --tasks=Sokoban --noise_start=0 --noise_end=0 \
+                  --terse=False --lora_rank=64 --lr=1e-4 --out_dir=runs/sft     # the paper's baseline
+
+With noise, each action is a uniform random one with that probability, else the solver's: the model learns to read
+the world and to keep the format, and plays as badly as the noise tells. That is the start that reinforcement
+learning needs: something to gain, and a policy that tries everything.
+"""
+
+import dataclasses
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+import envs
+from model import ActorCritic, load_model
+from rollout import SYSTEM, Chat, Episode, Game, make_batch
+from train import UserError, load_config, micro_batches, set_threads
+
+
+@dataclass
+class SftConfig:
+    model: str = ""                     # "" = a new model of about 1 M parameters with its own tokenizer
+    out_dir: str = "assets/tiny"        # the folder the model is saved to
+    tasks: str = "Sokoban:0.6,FrozenLakeNoSlip:0.35,Bandit:0.05"   # name:share of the episodes
+    steps: int = 2000                   # optimizer steps
+    batch: int = 32                     # episodes per step
+    lr: float = 2e-3                    # peak; 100 steps of warm-up, then a cosine to a tenth
+    noise_start: float = 0.5            # share of random actions at the first step, 0 .. 1
+    noise_end: float = 0.8              # from the middle of the run on
+    world_coef: float = 0.3             # loss on the observations too: the model learns how the world moves; 0 = off
+    lora_rank: int = 0                  # 0 = all weights
+    seed: int = 0
+    max_turns: int = 10                 # the rest as in train.Config
+    max_actions: int = 10
+    max_actions_per_turn: int = 1
+    max_new_tokens: int = 8
+    max_context: int = 1024
+    micro_batch_tokens: int = 4096      # padded tokens per forward pass
+    action_sep: str = "||"
+    think: bool = False
+    terse: bool = True
+
+
+# Pieces that the tokenizer never merges across: words, small numbers, the action separator, single symbols. In a
+# grid every cell is a token of its own; only the wall around it, which never changes, costs one token a row.
+PIECES = (r"(?<!#)\n#+\n#|#\n#+(?=\n[^#]|\z)|#\n#| ?\|\||-?\d+\.\d+|\d{1,2}| ?[A-Za-z][a-z]+|\n|.")
+CHAT_TEMPLATE = ("{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
+                 "{% if m['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+                 "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+
+
+def new_tokenizer(texts, vocab_size=640):
+    """Train a byte-level BPE on texts: any text can be encoded, the words of the tasks are single tokens."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+    special = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(PIECES), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    bpe.add_tokens([AddedToken(t, normalized=False) for t in ("<think>", "</think>", "<answer>", "</answer>")])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<|pad|>", eos_token="<|end|>",
+                                   extra_special_tokens=special[2:], chat_template=CHAT_TEMPLATE)
+
+
+def new_model(tokenizer, seed):
+    """A Qwen2-shaped model of about 1 M parameters with random weights."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    torch.manual_seed(seed)
+    return Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
+
+
+def task_shares(text):
+    """Read "Name:share,Name:share" (share 1 if left out) as names and probabilities."""
+    pairs = [part.partition(":") for part in text.split(",")]
+    weights = np.array([float(share or 1) for _, _, share in pairs])
+    return [name.strip() for name, _, _ in pairs], weights / weights.sum()
+
+
+def play(name, chat, cfg, seed, noise):
+    """One episode of noisy solver play as a Trajectory: the played answers are its trained tokens."""
+    rng = np.random.default_rng([seed, 3])
+    game = Game(envs.make_env(name), Episode(0, 0, seed, seed, (0, 0)), cfg)
+    game.feed(chat.first([game.message])[0])
+    while not game.over:
+        env = game.env
+        action = env.random_action(rng) if rng.random() < noise else env.optimal_action(game.actions_left)
+        ids = chat.answer(action)
+        game.respond(chat, ids, [0.0] * len(ids))
+        if not game.over:
+            game.take(chat.next([game.message], ids[-1:])[0])
+    return game.traj
+
+
+def corpus(cfg, seeds=200):
+    """Texts for the tokenizer: chats of every registered world, in the full and in the terse wording."""
+    texts = []
+    for name in envs.ENVS:
+        for terse in (True, False):
+            c = dataclasses.replace(cfg, terse=terse)
+            for seed in range(seeds if terse else 3):
+                game = Game(envs.make_env(name), Episode(0, 0, seed, seed, (0, 0)), c)
+                rng = np.random.default_rng(seed)
+                while not game.over:
+                    action = game.env.random_action(rng)
+                    texts += [game.message, action]
+                    game.play([action], True)
+                    game.turn += 1
+    return texts + ["Up || Down", SYSTEM] * 500
+
+
+def train_step(policy, episodes, cfg, device):
+    """Add up the gradients of one batch; return the mean losses on played and on observed tokens, in nats."""
+    num_played = sum(sum(t.loss_mask) for t in episodes)
+    num_world = sum(len(t.tokens) - 1 for t in episodes) - num_played
+    totals = torch.zeros(2)
+    for rows in micro_batches(episodes, range(len(episodes)), cfg.micro_batch_tokens):
+        batch = make_batch(episodes, rows, device)
+        real = torch.arange(batch.tokens.shape[1], device=device) <= batch.last[:, None]
+        real[:, 0] = False
+        scored = real if cfg.world_coef else batch.loss_mask
+        logprobs = policy(batch.tokens, scored)["logprobs"]
+        played = -logprobs[batch.loss_mask].sum() / num_played
+        world = -logprobs[scored & ~batch.loss_mask].sum() / num_world
+        (played + cfg.world_coef * world).backward()
+        totals += torch.stack([played, world]).detach().cpu()
+    return totals.tolist()
+
+
+def main(cfg):
+    set_threads()
+    if cfg.model:
+        policy, tokenizer = load_model(cfg.model, lora_rank=cfg.lora_rank)
+    else:
+        tokenizer = new_tokenizer(corpus(cfg))
+        policy = ActorCritic(new_model(tokenizer, cfg.seed))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    policy.to(device).train()
+    chat = Chat(tokenizer, cfg.think)
+    names, shares = task_shares(cfg.tasks)
+    params = policy.policy_parameters()
+    print(f"{sum(p.numel() for p in params):,} trainable weights, vocabulary {len(tokenizer)}")
+    optimizer = torch.optim.AdamW(params, lr=cfg.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    rng, start = np.random.default_rng(cfg.seed), time.perf_counter()
+    for step in range(cfg.steps):
+        done = step / cfg.steps
+        noise = cfg.noise_start + (cfg.noise_end - cfg.noise_start) * min(1.0, 2 * done)
+        lr = cfg.lr * min((step + 1) / 100, 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        episodes = [play(name, chat, cfg, int(rng.integers(2 ** 31, 2 ** 32)), noise)
+                    for name in rng.choice(names, cfg.batch, p=shares)]
+        played, world = train_step(policy, episodes, cfg, device)
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % 50 == 0 or step == cfg.steps - 1:
+            print(f"step {step}, noise {noise:.2f}, loss on play {played:.4f}, on the world {world:.4f}, "
+                  f"{time.perf_counter() - start:.0f} s", flush=True)
+        if (step % 500 == 499) or step == cfg.steps - 1:
+            os.makedirs(cfg.out_dir, exist_ok=True)
+            policy.save(cfg.out_dir, tokenizer)
+
+
+if __name__ == "__main__":
+    try:
+        main(load_config(SftConfig, sys.argv[1:])[0])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
