@@ -1,4 +1,4 @@
-"""Tests of the worlds: what a seed fixes, that every task can be solved, what is paid, and that text stays text."""
+"""Tests of the worlds: what a seed fixes, that tasks can be solved, what is paid, that text stays text."""
 import ast
 import doctest
 import hashlib
@@ -55,12 +55,12 @@ def transcript(env: TextEnv, seed: int, noise_seed: int) -> list:
     return seen
 
 
-# --------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Interface
 
 @pytest.mark.parametrize("name", ENVS)
 def test_interface(name):
-    """Every world keeps the contract that rollouts are written against; a wrong type would surface far away."""
+    """Every world keeps the contract that rollouts are written against; a wrong type would show far away."""
     env = make_env(name)
     assert env.instruction and env.brief and len(env.brief) < 20
     first = env.reset(3, 4)
@@ -118,7 +118,7 @@ def test_impossible_settings(make):
                                   lambda: Sokoban(boxes=0), lambda: FrozenLake(size=12, p=0.0)])
 def test_generators_give_up(make, monkeypatch):
     """Settings that leave no task end in a clear error: an endless retry would look like a slow start."""
-    monkeypatch.setattr(envs, "RETRIES", 5)         # 12×12 without ice: 3 % of the tries put start beside goal
+    monkeypatch.setattr(envs, "RETRIES", 5)         # 12×12 without ice: 3 % of tries put start beside goal
     with pytest.raises(RuntimeError, match="tries for seed 5.*raise"):
         make().reset(5)
 
@@ -165,13 +165,13 @@ def test_docstring_examples():
     assert doctest.testmod(envs).failed == 0
 
 
-# --------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Seeds
 
 def test_streams_are_independent():
-    """One number under two keys gives unrelated draws: mean product of 10,000 centred pairs, standard error 1/1200.
+    """One number under two keys gives unrelated draws; with a list [seed, key], key 0 would repeat the seed.
 
-    With a list [seed, key] for the generator, key 0 would repeat the plain seed.
+    The mean product of 10,000 centred uniform pairs has a standard error of 1/1200.
     """
     draws = [stream(5, *key).random(10_000) - 0.5 for key in ((), (0,), (1,), (0, 0), (0, 1))]
     for i, left in enumerate(draws):
@@ -195,10 +195,14 @@ def test_seeds_of_any_size(name):
 def test_reset_is_complete(name):
     """An instance that has played other tasks behaves like a new one; nothing of them may remain."""
     used = make_env(name)
-    for seed in range(5):
+    for seed in range(10, 20):
         transcript(used, seed, seed + 1)
-        play(used, "optimal", seed, 0, 4)
-    assert transcript(used, 11, 12) == transcript(make_env(name), 11, 12)
+        used.reset(seed)
+        used.optimal_action(5)                      # leaves a plan or a policy behind
+        assert transcript(used, 30 + seed, 1) == transcript(make_env(name), 30 + seed, 1)
+        used.reset(seed)
+        used.optimal_action(5)
+        assert play(used, "optimal", 30 + seed, 1, 10) == play(make_env(name), "optimal", 30 + seed, 1, 10)
 
 
 def test_no_global_randomness():
@@ -254,7 +258,7 @@ def test_same_worlds_in_two_processes():
     assert outs[0].strip() == outs[1].strip() == hashlib.sha256("|".join(text).encode()).hexdigest()
 
 
-# --------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Bandit
 
 def test_bandit_payouts():
@@ -300,7 +304,7 @@ def test_profession_split_is_disjoint():
     assert envs.PROFESSIONS_TEST[0] == ("Librarian", "Trader")
 
 
-# --------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Sokoban
 
 def shortest(text: str) -> int | None:
@@ -330,7 +334,7 @@ def shortest(text: str) -> int | None:
 
 @pytest.mark.parametrize("size, boxes, depth, seeds", [(6, 1, 300, 300), (8, 2, 10, 60), (5, 1, 300, 60)])
 def test_rooms_are_solvable(size, boxes, depth, seeds):
-    """Each room is solved by breadth-first search, no box starts on a target, and our plan is a shortest one."""
+    """Breadth-first search solves each room, no box starts on a target, and our plan is a shortest one."""
     env = Sokoban(size=size, boxes=boxes, search_depth=depth)
     for seed in range(seeds):
         text = env.reset(seed)
@@ -343,7 +347,7 @@ def test_rooms_are_solvable(size, boxes, depth, seeds):
 
 
 def test_rooms_vary():
-    """300 seeds give 300 tasks, near enough: a generator that repeats itself would make the held-out set known."""
+    """300 seeds give nearly 300 rooms: a generator that repeats itself would train on the held-out set."""
     env = Sokoban()
     assert len({env.reset(seed) for seed in range(300)}) > 290
 
@@ -356,7 +360,7 @@ def test_sokoban_rewards():
     #____#
     """
     env = room("###### #PXO_# #____# #____# #____# ######")
-    assert env.step("Right")[1:] == (pytest.approx(10.9), True, False, {"success": True})    # 0.9 + 10: all on
+    assert env.step("Right")[1:] == (pytest.approx(10.9), True, False, {"success": True})   # 0.9 + 10
 
     env = room("###### #PXO_# #__X_# #__O_# #____# ######", boxes=2)
     steps = [env.step(action) for action in ("Left", "Right", "Right", "Right")]
@@ -386,7 +390,7 @@ def test_sokoban_symbols():
     paper, other = "#_O√XPS", "W.GCBA@"
     text = "###### #_XO_# #_√__# #_S__# #____# ######"
     assert room(text).observe() == text.replace(" ", "\n")
-    assert room(text, symbols=other).observe() == text.replace(" ", "\n").translate(str.maketrans(paper, other))
+    assert room(text, symbols=other).observe() == room(text).observe().translate(str.maketrans(paper, other))
     names = ["wall", "empty", "target", "box on target", "box", "player", "player on target"]
     assert Sokoban().legend == dict(zip(paper, names))
     assert make_env("SokobanNewVocab").legend == dict(zip(other, names))
@@ -394,7 +398,7 @@ def test_sokoban_symbols():
 
 
 def test_optimal_sokoban_searches_once(monkeypatch):
-    """A game that follows the plan costs one search; leaving the plan costs one more and is recovered from."""
+    """A game that follows the plan costs one search; leaving it costs one more and can be made good."""
     calls, solve = [], Sokoban.solve
     monkeypatch.setattr(Sokoban, "solve", lambda env: calls.append(1) or solve(env))
     env = Sokoban()
@@ -417,13 +421,14 @@ def test_optimal_sokoban_in_a_lost_room():
         assert not env.step(env.optimal_action(5))[2]
 
 
-# --------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # FrozenLake
 
 def test_lake_actions_are_numbered_as_in_the_paper():
     """0-3 = Left, Down, Right, Up; from the centre of a lake without slips each goes its own way."""
     assert FrozenLake.actions == ("Left", "Down", "Right", "Up")
-    for action, text in zip(FrozenLake.actions, ("___\nP__\n__G", "___\n___\n_PG", "___\n__P\n__G", "_P_\n___\n__G")):
+    after = ("___\nP__\n__G", "___\n___\n_PG", "___\n__P\n__G", "_P_\n___\n__G")
+    for action, text in zip(FrozenLake.actions, after):
         env = lake("___ _P_ __G", slip=0.0)
         assert env.step(action)[:3] == (text, 0.0, False)
 
@@ -495,7 +500,7 @@ def test_optimal_lake_takes_the_shortest_way():
     assert terminated and info["success"]
 
 
-# --------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Coordinates
 
 def test_sokoban_coordinates():
@@ -512,7 +517,8 @@ def test_lake_coordinates():
     env = lake("_O_ PGO ___", observation="coord", slip=0.0)
     assert env.observe() == "Player: (1, 0)\nGoal: (1, 1)\nHoles: (0, 1), (1, 2)"
     assert env.step("Down")[0] == "Player: (2, 0)\nGoal: (1, 1)\nHoles: (0, 1), (1, 2)"
-    assert lake("PG __", observation="grid_coord").observe() == "PG\n__\nPlayer: (0, 0)\nGoal: (0, 1)\nHoles: none"
+    both = "PG\n__\nPlayer: (0, 0)\nGoal: (0, 1)\nHoles: none"
+    assert lake("PG __", observation="grid_coord").observe() == both
 
 
 @pytest.mark.parametrize("name, last", [("Sokoban", 5), ("LargerSokoban", 7), ("FrozenLake", 3)])
@@ -525,12 +531,13 @@ def test_coordinate_ranges(name, last):
     assert "(row, column)" not in make_env(name).instruction and make_env(name).legend     # nothing leaked
 
 
-# --------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Countdown
 
 @pytest.mark.parametrize("text, value, used", [
     ("1 + 2 * 3", 7, [1, 2, 3]), ("(1+2)*3", 9, [1, 2, 3]), ("8 - 3 - 2", 3, [8, 3, 2]),
-    ("8 / 4 / 2", 1, [8, 4, 2]), ("8 − 6 ÷ 4 × 2", 5, [8, 6, 4, 2]), ("1/3 + 1/6", Fraction(1, 2), [1, 3, 1, 6]),
+    ("8 / 4 / 2", 1, [8, 4, 2]), ("8 − 6 ÷ 4 × 2", 5, [8, 6, 4, 2]),
+    ("1/3 + 1/6", Fraction(1, 2), [1, 3, 1, 6]),
     (" ((7)) \n", 7, [7]), ("2*(3-(4-1))", 0, [2, 3, 4, 1]), ("1 - 2", -1, [1, 2])])
 def test_evaluate(text, value, used):
     """Rank, left-to-right order and exact fractions, worked by hand; 1/3 + 1/6 is 1/2 and not 0.4999…"""
@@ -538,10 +545,11 @@ def test_evaluate(text, value, used):
 
 
 @pytest.mark.parametrize("text", [
-    "", " ", "()", "1 +", "+ 1", "-1", "1 2", "1 + (2", "1 + 2)", "1) + (2", ")1(", "2(3)", "(1)(2)", "1 + + 2",
-    "2 ** 3", "2^3", "7 // 2", "7 % 2", "1.0 + 2", "1e3", "0x10", "1_000", "1, 2", "1 = 1", "1 < 2", "1 if 1 else 2",
-    "a", "int(7)", "__import__('os').system('x')", "(1).real", "[1]", "1; 2", "lambda: 1", "'1'", "# 1", "1 # 2",
-    "٣ + ٤", "１ + ２", "² + 1", "1 ＋ 2", "1 – 2", "1\u00a0+ 2", "1\x00+ 2", "½"])
+    "", " ", "()", "1 +", "+ 1", "-1", "1 2", "1 + (2", "1 + 2)", "1) + (2", ")1(", "2(3)", "(1)(2)",
+    "1 + + 2", "2 ** 3", "2^3", "7 // 2", "7 % 2", "1.0 + 2", "1e3", "0x10", "1_000", "1, 2", "1 = 1",
+    "1 < 2", "1 if 1 else 2", "a", "int(7)", "__import__('os').system('x')", "(1).real", "[1]", "1; 2",
+    "lambda: 1", "'1'", "# 1", "1 # 2", "٣ + ٤", "１ + ２", "² + 1", "1 ＋ 2", "1 – 2", "1\u00a0+ 2", "1\x00+ 2",
+    "½"])
 def test_evaluate_rejects_all_but_arithmetic(text):
     """Names, calls, attributes, powers, comparisons, and Unicode that only looks like digits or operators."""
     with pytest.raises(ValueError):
@@ -549,11 +557,11 @@ def test_evaluate_rejects_all_but_arithmetic(text):
 
 
 @pytest.mark.parametrize("text", [
-    "(" * 10_000 + "1" + ")" * 10_000, "(" * 120 + "1" + ")" * 120 + "+", "9" * 5_000_000, "1+" * 3_000_000 + "1",
-    " " * 5_000_000 + "x", "-" * 5_000_000, "9*" * 127 + "9" + "x", "9**9**9**9**9", "1/0", "1/(2-2)",
-    "×" * 1_000_000], ids=range(11))
+    "(" * 10_000 + "1" + ")" * 10_000, "(" * 120 + "1" + ")" * 120 + "+", "9" * 5_000_000,
+    "1+" * 3_000_000 + "1", " " * 5_000_000 + "x", "-" * 5_000_000, "9*" * 127 + "9" + "x", "9**9**9**9**9",
+    "1/0", "1/(2-2)", "×" * 1_000_000], ids=range(11))
 def test_countdown_is_bounded(text):
-    """No answer takes long or deep recursion, and none of these scores; 10,000 parentheses are 20,001 characters."""
+    """No answer takes long or recurses deeply, and none of these scores."""
     env = Countdown()
     env.reset(0)
     start = time.perf_counter()
@@ -570,16 +578,17 @@ def test_countdown_at_the_length_bound():
 def test_countdown_scores():
     """1.0 right, 0.1 well-formed but wrong, 0 where a number is missing, repeated, foreign or split."""
     env = Countdown()
-    for text, reward in [("(3 + 7) * 2 - 5", 1.0), ("3*7-5-1*2", 0.0), ("2×(7+3)−5", 1.0), ("3 + 7 + 2 + 5", 0.1),
-                         ("7 / (3 + 2 - 5)", 0.0), ("3 * 5", 0.0), ("15", 0.0), ("3+7+2+5+0", 0.0), ("3*5+7-7", 0.0),
-                         ("37 - 25", 0.0), ("(3 + 7) * 2 - 5 = 15", 0.0), ("fifteen", 0.0)]:
+    for text, reward in [
+            ("(3 + 7) * 2 - 5", 1.0), ("2×(7+3)−5", 1.0), ("3 + 7 + 2 + 5", 0.1), ("3*7-5-1*2", 0.0),
+            ("7 / (3 + 2 - 5)", 0.0), ("3 * 5", 0.0), ("15", 0.0), ("3+7+2+5+0", 0.0), ("3*5+7-7", 0.0),
+            ("3+3+7+2+5-5", 0.0), ("37 - 25", 0.0), ("(3 + 7) * 2 - 5 = 15", 0.0), ("fifteen", 0.0)]:
         env.reset(0)
         env.numbers, env.target = [3, 7, 2, 5], Fraction(15)
         assert env.step(text)[1:] == (reward, True, False, {"success": reward == 1.0}), text
 
 
 def test_countdown_tasks():
-    """300 tasks are whole-numbered, within bounds, and solved by their own solution; random answers are well-formed."""
+    """Targets are whole and within bounds, the kept solution scores 1, and random answers are well-formed."""
     env, rng = Countdown(), np.random.default_rng(0)
     for seed in range(300):
         text = env.reset(seed)
@@ -597,13 +606,13 @@ def test_countdown_tasks():
     assert len(random_expression([99] * 6, rng)) < envs.MAX_ANSWER
 
 
-# --------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Baselines
 
 @pytest.mark.parametrize("name, chance, best", [
-    ("Sokoban", 0.191, 1.0), ("FrozenLake", 0.219, 0.483), ("FrozenLakeNoSlip", 0.26, 1.0), ("Bandit", 0.5, 1.0),
-    ("BanditSafe", 0.5, 1.0)])
-def test_baselines_agree_with_the_published_table(name, chance, best):
+    ("Sokoban", 0.191, 1.0), ("FrozenLake", 0.219, 0.483), ("FrozenLakeNoSlip", 0.26, 1.0),
+    ("Bandit", 0.5, 1.0), ("BanditSafe", 0.5, 1.0)])
+def test_baselines_agree_with_the_reference(name, chance, best):
     """2,048 tasks of at most 10 actions, within 4 points; their standard error is about 1 point.
 
     A generator that is too easy, too hard or slips otherwise than the reference shows here.
@@ -614,7 +623,10 @@ def test_baselines_agree_with_the_published_table(name, chance, best):
 
 
 def test_sokoban_difficulty():
-    """The reference's rooms take 3.9 moves on average, and 34 % at most 2 (256 tasks: standard errors 0.14, 0.03)."""
+    """The reference's rooms take 3.9 moves on average, and 34 % take at most 2.
+
+    Those figures come from 256 tasks, so their standard errors are 0.14 moves and 3 points.
+    """
     env, lengths = Sokoban(), []
     for seed in range(2048):
         env.reset(seed)
@@ -633,12 +645,12 @@ def test_play_counts_actions_and_rewards():
     assert play(env, "random", 3, 0, 0) == (0.0, False)
     games = [play(FrozenLake(), "random", 3, noise, 10) for noise in range(30)]
     assert games == [play(FrozenLake(), "random", 3, noise, 10) for noise in range(30)]
-    assert len({success for _, success in games}) == 2              # the noise seed moves the random policy, too
+    assert len({success for _, success in games}) == 2              # the noise seed moves the policy, too
     with pytest.raises(ValueError, match="'greedy'"):
         play(env, "greedy", 0, 0, 1)
 
 
-# --------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Terminal
 
 def terminal(*args: str, keys: str = "", **environ: str) -> subprocess.CompletedProcess:
@@ -648,15 +660,15 @@ def terminal(*args: str, keys: str = "", **environ: str) -> subprocess.Completed
 
 
 def test_terminal_game():
-    """A whole game from typed prefixes, in any case and with ||, shows rewards and outcome and exits with 0."""
+    """A game from typed prefixes, in any case and with ||, shows rewards and outcome and exits with 0."""
     env = Sokoban()
     state = env.reset(3)
     plan = [env.actions[index] for index in env.solve()]
     keys = "sideways\n\n" + plan[0][0].lower() + "\n" + " || ".join(name.upper() for name in plan[1:]) + "\n"
     done = terminal("Sokoban", "--seed", "3", keys=keys, PYTHONIOENCODING="ascii")
     assert done.returncode == 0 and done.stderr == ""
-    for part in (env.instruction, "# wall", "Actions: Up, Down, Left, Right", state, "'sideways' fits no action",
-                 f"{plan[0]}: reward -0.1", f"{plan[-1]}: reward 10.9", "√",
+    for part in (env.instruction, "# wall", "Actions: Up, Down, Left, Right", state,
+                 "'sideways' fits no action", f"{plan[0]}: reward -0.1", f"{plan[-1]}: reward 10.9", "√",
                  f"Solved, return {11 - 0.1 * len(plan):g}"):
         assert part in done.stdout
 
@@ -676,8 +688,8 @@ def test_terminal_free_text():
     assert done.returncode == 0 and "reward 1" in done.stdout and "Solved, return 1" in done.stdout
 
 
-@pytest.mark.parametrize("args, message", [(["FrozenLak"], "did you mean FrozenLake"), (["Sokoban", "--seed", "-1"],
-                                                                                        "non-negative"), ([], "env")])
+@pytest.mark.parametrize("args, message", [
+    (["FrozenLak"], "did you mean FrozenLake"), (["Sokoban", "--seed", "-1"], "non-negative"), ([], "env")])
 def test_terminal_mistakes(args, message):
     """A user's mistake is one message and status 2, no traceback."""
     done = terminal(*args)
