@@ -7,8 +7,7 @@ and the loss mask is written when a token is sampled.
 Read `collect` first. Legend: B rows, T tokens, K turns, V vocabulary.
 """
 
-import dataclasses
-import math
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +21,10 @@ VALIDATION_SEED = 123       # first validation task; training tasks have seeds o
 # For a base model that brings no chat template: plain headings, every message closed by the eos token.
 PLAIN_TEMPLATE = ("{% for m in messages %}### {{ m['role'] }}\n{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
                   "{% if add_generation_prompt %}### assistant\n{% endif %}")
+
+
+class ContextError(ValueError):
+    """A prompt that leaves no room for an answer; the message says what to change."""
 
 
 # ---------------------------------------------------------------------------------------------- data
@@ -252,6 +255,16 @@ def parse_response(text, actions, limit, sep="||", think=True):
     return valid, ok and len(valid) == len(named)
 
 
+def show(trajectory, tokenizer):
+    """Print an episode as the model saw it, the trained tokens in green, with the rewards of its turns."""
+    runs = itertools.groupby(zip(trajectory.tokens, trajectory.loss_mask), key=lambda pair: pair[1])
+    print("".join(("\033[32m{}\033[0m" if trained else "{}").format(tokenizer.decode([t for t, _ in run]))
+                  for trained, run in runs))
+    end = "truncated" if trajectory.truncated else "ended"
+    print(f"turn rewards {[round(r, 2) for r in trajectory.turn_rewards]}, return {trajectory.traj_return:.2f}, "
+          f"success {trajectory.success}, {end}")
+
+
 # ---------------------------------------------------------------------------------------------- the cache
 
 class RoomyLayer(DynamicLayer):
@@ -395,7 +408,7 @@ def collect(policy, chat, make_env, episodes, cfg, temperature):
     cfg: settings max_turns, max_actions, max_actions_per_turn, max_new_tokens, max_context, action_sep, think,
     terse, rollout_batch (rows decoded at once, 0 = all; the result doesn't depend on it).
     Returns a list of Trajectory in the order of `episodes`.
-    Raises ValueError if a prompt leaves no room in the context.
+    Raises ContextError if a prompt leaves no room in the context.
     """
     policy.eval()
     size = cfg.rollout_batch or len(episodes)
@@ -410,7 +423,7 @@ def play_batch(policy, chat, make_env, episodes, cfg, temperature):
     prompts = chat.first([first[g].message for g in groups])
     longest = max(map(len, prompts))
     if longest >= cfg.max_context:
-        raise ValueError(f"the first prompt has {longest} tokens, which leaves no room in max_context="
+        raise ContextError(f"the first prompt has {longest} tokens, which leaves no room in max_context="
                          f"{cfg.max_context}. Raise max_context, or set terse=True for a shorter prompt.")
     noise = token_noise(episodes, cfg.max_turns, cfg.max_new_tokens).to(policy.device)
 

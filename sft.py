@@ -1,12 +1,11 @@
 """Supervised baseline (arXiv 2504.20073, App. C): imitate a solver's multi-turn chats.
 
-    python sft.py --out_dir=assets/tiny                                     # makes the laptop model from nothing
-    python sft.py --model=Qwen/Qwen2.5-0.5B-Instruct --tasks=Sokoban --noise_start=0 --noise_end=0 \
-                  --terse=False --lora_rank=64 --lr=1e-4 --out_dir=runs/sft     # the paper's baseline
+    python sft.py --model=Qwen/Qwen2.5-0.5B-Instruct --tasks=Sokoban --terse=False --lora_rank=64 --lr=1e-4
 
-With noise, each action is a uniform random one with that probability, else the solver's: the model learns to read
-the world and to keep the format, and plays as badly as the noise tells. That is the start that reinforcement
-learning needs: something to gain, and a policy that tries everything.
+The laptop model in assets/tiny is made by two runs of this script (the commands stand in its README). The first starts
+from nothing and learns the solver's actions, in play where some actions are random, and never learnt: it comes to read
+the worlds. The second imitates play that is mostly random, every action of it: it comes to play as badly as that. This
+is the start that reinforcement learning needs: something to gain, and a policy that tries everything.
 """
 
 import dataclasses
@@ -28,13 +27,13 @@ from train import UserError, load_config, micro_batches, set_threads
 @dataclass
 class SftConfig:
     model: str = ""                     # "" = a new model of about 1 M parameters with its own tokenizer
-    out_dir: str = "assets/tiny"        # the folder the model is saved to
+    out_dir: str = "runs/sft"           # the folder the model is saved to
     tasks: str = "Sokoban:0.6,FrozenLakeNoSlip:0.35,Bandit:0.05"   # name:share of the episodes
     steps: int = 2000                   # optimizer steps
     batch: int = 32                     # episodes per step
     lr: float = 2e-3                    # peak; 100 steps of warm-up, then a cosine to a tenth
-    noise_start: float = 0.5            # share of random actions at the first step, 0 .. 1
-    noise_end: float = 0.8              # from the middle of the run on
+    noise: float = 0.0                  # share of uniform random actions in the play, 0 .. 1; the rest is the solver's
+    solver_only: bool = False           # learn the solver's actions alone; False = all that were played
     world_coef: float = 0.3             # loss on the observations too: the model learns how the world moves; 0 = off
     lora_rank: int = 0                  # 0 = all weights
     seed: int = 0
@@ -91,16 +90,18 @@ def task_shares(text):
     return [name.strip() for name, _, _ in pairs], weights / weights.sum()
 
 
-def play(name, chat, cfg, seed, noise):
-    """One episode of noisy solver play as a Trajectory: the played answers are its trained tokens."""
+def play(name, chat, cfg, seed):
+    """One episode of noisy solver play as a Trajectory; its trained tokens are the answers, or the solver's."""
     rng = np.random.default_rng([seed, 3])
     game = Game(envs.make_env(name), Episode(0, 0, seed, seed, (0, 0)), cfg)
     game.feed(chat.first([game.message])[0])
     while not game.over:
-        env = game.env
-        action = env.random_action(rng) if rng.random() < noise else env.optimal_action(game.actions_left)
+        at_random = rng.random() < cfg.noise
+        action = game.env.random_action(rng) if at_random else game.env.optimal_action(game.actions_left)
         ids = chat.answer(action)
         game.respond(chat, ids, [0.0] * len(ids))
+        if at_random and cfg.solver_only:
+            game.traj.loss_mask[-len(ids):] = [0] * len(ids)
         if not game.over:
             game.take(chat.next([game.message], ids[-1:])[0])
     return game.traj
@@ -158,19 +159,17 @@ def main(cfg):
     rng, start = np.random.default_rng(cfg.seed), time.perf_counter()
     for step in range(cfg.steps):
         done = step / cfg.steps
-        noise = cfg.noise_start + (cfg.noise_end - cfg.noise_start) * min(1.0, 2 * done)
         lr = cfg.lr * min((step + 1) / 100, 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
         for group in optimizer.param_groups:
             group["lr"] = lr
-        episodes = [play(name, chat, cfg, int(rng.integers(2 ** 31, 2 ** 32)), noise)
+        episodes = [play(name, chat, cfg, int(rng.integers(2 ** 31, 2 ** 32)))
                     for name in rng.choice(names, cfg.batch, p=shares)]
         played, world = train_step(policy, episodes, cfg, device)
         torch.nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if step % 50 == 0 or step == cfg.steps - 1:
-            print(f"step {step}, noise {noise:.2f}, loss on play {played:.4f}, on the world {world:.4f}, "
-                  f"{time.perf_counter() - start:.0f} s", flush=True)
+            print(f"step {step}, loss on play {played:.4f}, on the world {world:.4f}, {time.perf_counter() - start:.0f} s", flush=True)
         if (step % 500 == 499) or step == cfg.steps - 1:
             os.makedirs(cfg.out_dir, exist_ok=True)
             policy.save(cfg.out_dir, tokenizer)

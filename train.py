@@ -14,6 +14,7 @@ drops the KL term and clips asymmetrically.
 import ast
 import dataclasses
 import difflib
+import inspect
 import json
 import os
 import runpy
@@ -28,7 +29,7 @@ from tqdm import tqdm
 import envs
 import starpo
 from model import ModelError, load_model
-from rollout import Chat, collect, make_batch, train_episodes, validation_episodes
+from rollout import Chat, ContextError, collect, make_batch, train_episodes, validation_episodes
 
 
 class UserError(ValueError):
@@ -457,11 +458,17 @@ def log_line(m, env):
 # ---------------------------------------------------------------------------------------------- the loop
 
 def main(cfg, notes=()):
-    """Train; return the last line of metrics. Raises UserError for what the user can mend."""
+    """Train; return the last line of metrics.
+
+    Raises UserError, ModelError or ContextError for what the user can mend.
+    """
     # 1. setup
     from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
     set_threads()
-    accelerator = Accelerator(cpu=cfg.device == "cpu")
+    # ranks may run unequal numbers of forward passes, so none of them may wait for the others
+    accelerator = Accelerator(cpu=cfg.device == "cpu",
+                              kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
     device, is_main = accelerator.device, accelerator.is_main_process
     say = lambda text: tqdm.write(text) if is_main else None
     metrics_path = os.path.join(cfg.out_dir, "metrics.jsonl")
@@ -476,11 +483,8 @@ def main(cfg, notes=()):
 
     # 2. model and optimizer
     group_algo = cfg.algo != "ppo"
-    try:
-        policy, tokenizer = load_model(cfg.model, lora_rank=cfg.lora_rank, critic=not group_algo,
-                                       reference=cfg.kl_coef > 0, bf16=device.type == "cuda")
-    except ModelError as error:
-        raise UserError(str(error)) from None
+    policy, tokenizer = load_model(cfg.model, lora_rank=cfg.lora_rank, critic=not group_algo,
+                                   reference=cfg.kl_coef > 0, bf16=device.type == "cuda")
     policy.to(device)
     eos = policy.causal_lm.generation_config.eos_token_id
     chat = Chat(tokenizer, cfg.think, eos if isinstance(eos, list) else [eos])
@@ -564,9 +568,12 @@ def main(cfg, notes=()):
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__, inspect.getsource(Config), sep="\n")
+        sys.exit(0)
     try:
         config, typed, filed = load_config(Config, sys.argv[1:])
         main(config, check_config(config, typed, filed))
-    except UserError as error:
+    except (UserError, ModelError, ContextError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

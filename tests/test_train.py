@@ -1,0 +1,297 @@
+"""train.py as a user meets it: settings, mistakes, short real runs of the laptop configs, and what they write."""
+import ast
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import envs
+import model
+import rollout
+import sft
+import starpo
+import train
+from train import Config, UserError, check_config, load_config
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+FILES = ("train", "rollout", "envs", "starpo", "model", "sft")
+
+
+@pytest.fixture(autouse=True)
+def in_root(monkeypatch):
+    monkeypatch.chdir(ROOT)     # the configs name assets/tiny as a user at the top of the clone does
+
+
+def run_tiny(tmp_path, name, *words):
+    """Run a laptop config in-process; return (its last metrics, all lines of metrics.jsonl)."""
+    out = tmp_path / "run"
+    cfg, typed, filed = load_config(Config, ["--config", f"configs/{name}.py", f"--out_dir={out}", *words])
+    last = train.main(cfg, check_config(cfg, typed, filed))
+    return last, [json.loads(line) for line in open(out / "metrics.jsonl")]
+
+
+# ---------------------------------------------------------------------------------------------- settings
+
+def test_file_then_command_line(tmp_path):
+    """The command line wins over the file, in both spellings; int is accepted for float, '=' may stand in a value."""
+    path = tmp_path / "c.py"
+    path.write_text("import math\nlr = 1\nenv = 'Sokoban'\n_half = 0.5\nfilter_keep = _half\nclass Mine: pass\n")
+    cfg, typed, filed = load_config(Config, ["--config", str(path), "--seed=3", "--max_iters", "7", "--think", "false",
+                                             "--out_dir=a=b", "--env_args={'observation': 'coord'}"])
+    assert (cfg.lr, cfg.env, cfg.filter_keep, cfg.seed, cfg.max_iters) == (1.0, "Sokoban", 0.5, 3, 7)
+    assert cfg.think is False and cfg.out_dir == "a=b" and cfg.env_args == {"observation": "coord"}
+    assert type(cfg.lr) is float and typed == {"seed", "max_iters", "think", "out_dir", "env_args"}
+    assert filed == {"lr", "env", "filter_keep"}
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--learning_rate=1"], "unknown setting 'learning_rate'"),
+    (["--clip_hihg=0.3"], "did you mean clip_high"),
+    (["--lr=fast"], "lr in the command line must be float, got 'fast'"),
+    (["--seed=1.5"], "seed in the command line must be int, got 1.5"),
+    (["--think=1"], "think in the command line must be bool"),
+    (["lr=1"], "expected --name=value"),
+    (["--lr"], "--lr needs a value"),
+    (["--config=nowhere.py"], "does not exist. There are: "),
+])
+def test_bad_settings(words, message):
+    """Every slip is named with what was expected and what came."""
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_config(Config, words)
+
+
+@pytest.mark.parametrize("text, message", [
+    ("learning_rate = 1", "unknown setting 'learning_rate' in "),
+    ("lr = '1e-4'", "must be float, got '1e-4' (str)"),
+    ("lr = 1 / 0", "raises ZeroDivisionError"),
+    ("lr = ", "raises SyntaxError"),
+])
+def test_bad_files(tmp_path, text, message):
+    """A misspelt or ill-typed name in a file is an error too, not only on the command line."""
+    path = tmp_path / "bad.py"
+    path.write_text(text)
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_config(Config, [f"--config={path}"])
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(algo="gpro"), "algo must be one of ppo, grpo, brpo, arpo"),
+    (dict(group_size=0), "group_size must be at least 1, got 0"),
+    (dict(temperature=0.0), "temperature must be above 0"),
+    (dict(filter_keep=0.0), "filter_keep must be above 0"),
+    (dict(clip_low=1.0), "clip_low must be between 0 and 1"),
+    (dict(kl_kind="k1"), "kl_kind must be k2 or k3"),
+    (dict(loss_divisor="mean"), "loss_divisor must be one of token-mean"),
+    (dict(algo="grpo", group_size=1, filter_keep=1.0), "group_size must be at least 2"),
+    (dict(device="gpu"), "device must be"),
+])
+def test_impossible_settings(changes, message):
+    """Sizes and choices that cannot work are refused before anything is loaded."""
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_config(Config(**changes))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_cuda_asked_for_and_absent():
+    """device='cuda' without CUDA is the user's mistake, not a crash deep in torch."""
+    with pytest.raises(UserError, match="sees no CUDA device"):
+        check_config(Config(device="cuda"))
+
+
+def test_settings_that_the_algorithm_does_not_use():
+    """A typed setting without effect is an error, from the config file a note; the used ones pass."""
+    with pytest.raises(UserError, match="--lam would have no effect: only algo='ppo' has a critic"):
+        check_config(Config(algo="grpo"), typed={"lam"})
+    assert check_config(Config(algo="grpo"), filed={"lam"}) == [
+        "note: lam from the config file has no effect: only algo='ppo' has a critic"]
+    with pytest.raises(UserError, match="kl_coef is 0"):
+        check_config(Config(algo="grpo"), typed={"kl_kind"})
+    assert check_config(Config(algo="grpo", kl_coef=0.1), typed={"kl_kind"}) == []
+    assert check_config(Config(), typed={"lam", "gamma", "value_clip", "critic_lr"}) == []
+
+
+def test_batch_arithmetic():
+    """8 x 16 episodes, a quarter kept, batches of 32: one step, so clipping is inert, and it says so."""
+    assert "2 of 8 groups kept = 32 episodes; 1 pass(es) in batches of 32 = 1 optimizer step(s): the ratio is " \
+        "exactly 1" in train.batch_arithmetic(Config())
+    assert "= 8 optimizer step(s): clipping can act" in train.batch_arithmetic(
+        Config(filter_keep=1.0, updates_per_rollout=2))
+
+
+def test_every_setting_is_read():
+    """A setting that no code reads is the quietest bug of all."""
+    code = "".join(open(f"{name}.py").read() for name in FILES)
+    for field in dataclasses.fields(Config):
+        reads = re.findall(rf"cfg\.{field.name}\b", code)
+        assert reads, f"Config.{field.name} is never read"
+    code = open("sft.py").read() + open("rollout.py").read()
+    for field in dataclasses.fields(sft.SftConfig):
+        assert re.search(rf"cfg\.{field.name}\b", code), f"SftConfig.{field.name} is never read"
+
+
+def test_imports_go_one_way():
+    """envs, model and starpo import no file of the project, rollout at most envs; nothing but scripts import train."""
+    allowed = {"envs": set(), "model": set(), "starpo": set(), "rollout": {"envs"},
+               "train": {"envs", "model", "starpo", "rollout"}, "sft": {"envs", "model", "rollout", "train"}}
+    for name in FILES:
+        found = set()
+        for node in ast.walk(ast.parse(open(f"{name}.py").read())):
+            found |= {a.name for a in node.names} if isinstance(node, ast.Import) else set()
+            found |= {node.module} if isinstance(node, ast.ImportFrom) else set()
+        assert found & set(FILES) <= allowed[name], name
+
+
+def test_configs_are_valid():
+    """Every config file in the repository passes the checks without a note, and stays short."""
+    for name in sorted(os.listdir("configs")):
+        if name.endswith(".py"):
+            cfg, typed, filed = load_config(Config, [f"--config=configs/{name}"])
+            assert check_config(cfg, typed, filed) == [], name
+            envs.make_env(cfg.env, **cfg.env_args)
+            assert len(open(f"configs/{name}").readlines()) <= 45, name
+
+
+# ---------------------------------------------------------------------------------------------- mistakes, as processes
+
+@pytest.mark.parametrize("words, message", [
+    (["--clip_hihg=0.3"], "did you mean clip_high"),
+    (["--config", "configs/tiny_frozenlake.py", "--env=FrozenLak"], "FrozenLake"),
+    (["--config", "configs/tiny_frozenlake.py", "--env_args={'siz': 4}"], "siz"),
+    (["--config", "configs/tiny_frozenlake.py", "--model=nowhere/at_all"], "configs/tiny_frozenlake.py"),
+    (["--config", "configs/tiny_frozenlake.py", "--max_context=20"], "leaves no room in max_context=20"),
+])
+def test_mistakes_end_with_status_2_and_no_traceback(tmp_path, words, message):
+    """A user's mistake is one readable line on stderr and exit status 2."""
+    done = subprocess.run([sys.executable, "train.py", *words, f"--out_dir={tmp_path / 'run'}"], text=True,
+                          capture_output=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr and message in done.stderr.splitlines()[-1]
+
+
+# ---------------------------------------------------------------------------------------------- real runs
+
+KEYS = {"iter", "time_s", "rollout_s", "update_s", "rollout_tokens_per_s", "success", "traj_return",
+        "group_reward_std", "entropy", "response_len", "format_ok", "grad_norm", "policy_loss", "value_loss",
+        "approx_kl", "clip_frac_low", "clip_frac_high", "logprob_gap"}
+
+
+def test_tiny_bandit_learns(tmp_path):
+    """Thirty iterations on Bandit lift success on the held-out tasks from chance (0.5, standard error 0.04 of 128
+    tasks) to above 0.8; the metrics file holds line k for iteration k and the evaluations."""
+    last, lines = run_tiny(tmp_path, "tiny_bandit", "--max_iters=30", "--eval_tasks=128", "--eval_every=30")
+    assert [m["iter"] for m in lines] == list(range(31))
+    assert set(lines[0]) == {"iter", "time_s"} | {f"eval/Bandit/{k}" for k in ("success", "random", "optimal", "score")}
+    assert all(KEYS <= set(m) for m in lines[1:]) and lines[-1] == last
+    assert lines[0]["eval/Bandit/success"] <= 0.65 and last["eval/Bandit/success"] >= 0.8
+    assert last["eval/Bandit/optimal"] == 1.0 and max(m["logprob_gap"] for m in lines[1:]) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["tiny_frozenlake", "tiny_sokoban"])
+def test_tiny_configs_run(tmp_path, name):
+    """Two iterations of the other laptop configs: finite metrics, a sample of episodes, config.json."""
+    _, lines = run_tiny(tmp_path, name, "--max_iters=2", "--eval_every=0", "--prompts_per_iter=4",
+                        "--log_rollouts_every=2", "--log_rollouts=3")
+    assert [m["iter"] for m in lines] == [1, 2] and all(KEYS <= set(m) for m in lines)
+    assert all(torch.isfinite(torch.tensor([float(m[k]) for k in KEYS])).all() for m in lines)
+    assert lines[0]["format_ok"] > 0.95 and lines[0]["logprob_gap"] < 1e-5
+    episodes = [json.loads(line) for line in open(tmp_path / "run/rollouts/iter_000002.jsonl")]
+    assert len(episodes) == 3 and {m["role"] for m in episodes[0]["messages"]} == {"user", "assistant"}
+    assert sum(episodes[0]["turn_rewards"]) == pytest.approx(episodes[0]["return"])
+    assert json.load(open(tmp_path / "run/config.json"))["prompts_per_iter"] == 4
+
+
+@pytest.mark.parametrize("words", [
+    ["--algo=ppo", "--updates_per_rollout=2", "--update_batch=8", "--kl_coef=0.01"],
+    ["--algo=ppo", "--lora_rank=4", "--kl_coef=0.01"],
+    ["--algo=grpo", "--lora_rank=4", "--kl_coef=0.01", "--kl_kind=k2", "--updates_per_rollout=2"],
+    ["--algo=brpo", "--kl_coef=0.01", "--loss_divisor=seq-mean-token-mean"],
+    ["--algo=arpo", "--loss_divisor=seq-mean-token-sum-norm"],
+])
+def test_every_path_trains(tmp_path, words):
+    """Each algorithm, with and without LoRA and KL: finite steps, and the saved policy differs from the start."""
+    last, _ = run_tiny(tmp_path, "tiny_frozenlake", "--max_iters=1", "--eval_every=1", "--eval_tasks=4",
+                       "--prompts_per_iter=4", "--group_size=4", "--lr=1e-3", *words)
+    assert last["skipped_steps"] == 0 and last["grad_norm"] > 0
+    assert (last["approx_kl"] > 0) == (last["optimizer_steps"] > 1)
+    assert ("explained_variance" in last) == ("--algo=ppo" in words)
+    if "--kl_coef=0.01" in words:
+        assert last["kl_ref"] == pytest.approx(0, abs=1e-6) or last["optimizer_steps"] > 1
+    tokens = torch.arange(40)[None] + 20
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    mask[:, 0] = False
+    start, saved = ([model.load_model(path, lora_rank=4 if "--lora_rank=4" in words and path != "assets/tiny" else 0)
+                     [0].eval()(tokens, mask)["logprobs"]] for path in ("assets/tiny", str(tmp_path / "run/policy")))
+    assert not torch.allclose(start[0], saved[0], atol=1e-5)
+
+
+def test_a_run_goes_on_from_a_saved_policy(tmp_path):
+    """--model=runs/x/policy starts with that policy's exact success, for full weights and for an adapter."""
+    for rank in ("0", "4"):
+        last, _ = run_tiny(tmp_path / rank, "tiny_bandit", "--max_iters=3", "--eval_every=3", "--eval_tasks=64",
+                           "--lr=1e-3", f"--lora_rank={rank}")
+        again, _ = run_tiny(tmp_path / rank / "again", "tiny_bandit", "--max_iters=0", "--eval_tasks=64",
+                            f"--model={tmp_path / rank / 'run/policy'}", f"--lora_rank={rank}")
+        assert again["eval/Bandit/success"] == last["eval/Bandit/success"]
+
+
+def test_out_dir_that_holds_a_run(tmp_path):
+    """Nothing of an earlier run is overwritten."""
+    run_tiny(tmp_path, "tiny_bandit", "--max_iters=1", "--eval_every=0", "--prompts_per_iter=2")
+    with pytest.raises(UserError, match="already holds a run"):
+        run_tiny(tmp_path, "tiny_bandit", "--max_iters=1", "--eval_every=0")
+
+
+def test_same_seed_same_run(tmp_path):
+    """On a CPU a run is a function of its settings: the metrics of two runs are equal, another seed's differ."""
+    def metrics(name, *words):
+        _, lines = run_tiny(tmp_path / name, "tiny_bandit", "--max_iters=2", "--eval_every=0", *words)
+        return [{k: v for k, v in m.items() if not k.endswith("_s")} for m in lines]
+    first = metrics("a")
+    assert first == metrics("b", "--micro_batch_tokens=16384") and first != metrics("c", "--seed=1")
+
+
+def test_memory_settings_change_nothing(tmp_path):
+    """micro_batch_tokens and rollout_batch are memory knobs: same losses and gradient norm to 1e-5."""
+    def metrics(name, *words):
+        return run_tiny(tmp_path / name, "tiny_frozenlake", "--max_iters=1", "--eval_every=0", "--algo=ppo",
+                        "--prompts_per_iter=4", *words)[0]
+    a, b = metrics("a"), metrics("b", "--micro_batch_tokens=300", "--rollout_batch=5")
+    for key in ("success", "traj_return", "policy_loss", "value_loss", "entropy", "grad_norm"):
+        assert a[key] == pytest.approx(b[key], rel=1e-4, abs=1e-6), key
+
+
+def test_non_finite_gradient_skips_the_step(tmp_path, monkeypatch):
+    """A NaN loss leaves every weight bit-identical and is counted, instead of destroying the model."""
+    real = starpo.starpo_loss
+
+    def poisoned(*args, **kwargs):
+        loss, stats = real(*args, **kwargs)
+        return loss * float("nan"), stats
+    monkeypatch.setattr(starpo, "starpo_loss", poisoned)
+    last, _ = run_tiny(tmp_path, "tiny_bandit", "--max_iters=1", "--eval_every=1", "--eval_tasks=4")
+    assert last["skipped_steps"] == 1
+    before, after = (model.load_model(path)[0].state_dict() for path in ("assets/tiny", str(tmp_path / "run/policy")))
+    assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+def test_two_ranks_equal_one(tmp_path):
+    """Two gloo ranks on the CPU sample the same episodes as one process and take the same first step (1e-5)."""
+    words = ["train.py", "--config", "configs/tiny_frozenlake.py", "--algo=ppo", "--device=cpu", "--max_iters=1",
+             "--eval_every=1", "--eval_tasks=5", "--prompts_per_iter=3", "--group_size=3", "--filter_keep=0.7"]
+    results = []
+    for ranks in (1, 2):
+        out = tmp_path / str(ranks)
+        done = subprocess.run([sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}",
+                               "--master_port=29511", *words, f"--out_dir={out}"], text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert f"{ranks} process(es) on cpu" in done.stdout
+        results.append([json.loads(line) for line in open(out / "metrics.jsonl")])
+    for one, two in zip(*results):
+        for key in one:
+            if not key.endswith("_s"):
+                assert two[key] == pytest.approx(one[key], rel=1e-5, abs=1e-6), key
