@@ -56,8 +56,8 @@ class TextEnv:
         """Draw an action for the random baseline: uniform over `actions`. Free text needs its own."""
         return self.actions[rng.integers(len(self.actions))]
 
-    def optimal_action(self, actions_left: int) -> str:
-        """Return a best action from here with `actions_left` (≥ 1) to go; optional."""
+    def optimal_action(self, actions_left: int) -> str | None:
+        """Return a best action from here with `actions_left` (≥ 1) to go, None where all is lost; optional."""
         raise NotImplementedError(f"{type(self).__name__} has no optimal policy")
 
     def check(self, action: str) -> int:
@@ -307,9 +307,9 @@ class Sokoban(GridEnv):
                     queue.append((*after, path + (index,)))
         return None
 
-    def optimal_action(self, actions_left: int) -> str:
-        self.plan = self.plan or self.solve() or (0,)    # any action will do where the room is lost
-        return self.actions[self.plan[0]]
+    def optimal_action(self, actions_left: int) -> str | None:
+        self.plan = self.plan or self.solve() or ()
+        return self.actions[self.plan[0]] if self.plan else None
 
     def symbol(self, cell: int) -> str:
         wall, empty, target, box_on, box, player, player_on = self.symbols
@@ -551,7 +551,8 @@ def play(env: TextEnv, policy: str, seed: int, noise_seed: int, max_actions: int
     total, success = 0.0, False
     env.reset(seed, noise_seed)
     for left in range(max_actions, 0, -1):
-        action = env.random_action(rng) if policy == "random" else env.optimal_action(left)
+        action = env.optimal_action(left) if policy == "optimal" else None
+        action = env.random_action(rng) if action is None else action
         _, reward, terminated, truncated, info = env.step(action)
         total, success = total + reward, info["success"]
         if terminated or truncated:

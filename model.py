@@ -6,8 +6,12 @@ state before it, come from the hidden state at t - 1; column 0 is never trained.
 """
 
 import copy
+import functools
+import inspect
 import json
+import math
 import os
+import pathlib
 
 import torch
 import torch.nn as nn
@@ -56,6 +60,11 @@ class ActorCritic(nn.Module):
                 if p.requires_grad:
                     p.data = p.data.float()
         self.use("policy")
+        self.eval()
+
+    def train(self, mode=True):
+        """Stay in evaluation mode: with dropout of any kind the loss distribution isn't the sampling distribution."""
+        return super().train(False)
 
     @property
     def causal_lm(self):
@@ -70,6 +79,15 @@ class ActorCritic(nn.Module):
     def device(self):
         return self.causal_lm.get_output_embeddings().weight.device
 
+    @property
+    def max_positions(self):
+        """Most tokens in an episode. Beyond it a table of positions ends, or rotary angles change with the length."""
+        text = self.config.get_text_config()
+        rope = getattr(text, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            return rope["original_max_position_embeddings"]
+        return getattr(text, "max_position_embeddings", None) or math.inf
+
     def policy_parameters(self):
         """The policy's trainable weights: the adapter "default", or the whole model."""
         critic = {id(p) for p in self.critic_parameters()}
@@ -79,7 +97,7 @@ class ActorCritic(nn.Module):
         """The critic's trainable weights with its value head; empty without a critic."""
         own = list(self.value_head.parameters()) if self.value_head is not None else []
         own += list(self.critic.parameters()) if self.critic is not None else []
-        return own + [p for n, p in self.lm.named_parameters() if ".critic." in n and "lora_" in n]
+        return own + [p for n, p in self.lm.named_parameters() if "critic" in n.split(".")]
 
     def use(self, role):
         """Point the LoRA layers at a role: "policy", "critic" or "reference" (no adapter).
@@ -101,7 +119,7 @@ class ActorCritic(nn.Module):
         attn_mask: (B, past + T), 1 where a token is real; None where no real token follows padding.
         positions: (B, T), default 0 .. T-1. lm: another model of the same shape (default: the policy).
         """
-        kwargs = {} if cache is None else {cache_argument(self.causal_lm): cache}
+        kwargs = {} if cache is None else {cache_argument(type(self.causal_lm)): cache}
         with self.autocast():
             return (lm or self.causal_lm.base_model)(
                 input_ids=tokens, attention_mask=attn_mask, position_ids=positions,
@@ -131,8 +149,7 @@ class ActorCritic(nn.Module):
             self.use(role)
             if role == "critic":
                 hidden = self.hidden(tokens, lm=self.critic)                  # (B, T, D)
-                with self.autocast():
-                    values = self.value_head(hidden).float().squeeze(-1)      # (B, T): after token t
+                values = self.value_head(hidden.float()).squeeze(-1)          # (B, T): after token t
                 out["values"] = nn.functional.pad(values[:, :-1] * where, (1, 0))
                 out["bootstrap"] = values.gather(1, last[:, None])[:, 0] if last is not None else None
                 continue
@@ -174,9 +191,10 @@ class ActorCritic(nn.Module):
             path = os.path.join(folder, "adapter_config.json")
             with open(path) as f:
                 config = json.load(f)
-            config["base_model_name_or_path"] = portable(config["base_model_name_or_path"])
+            config["base_model_name_or_path"] = portable(self.config.name_or_path, folder)
             with open(path, "w") as f:
                 json.dump(config, f, indent=2)
+            pathlib.Path(folder, "README.md").unlink(missing_ok=True)   # peft's empty card names the base's path
         tokenizer.save_pretrained(folder)
 
 
@@ -187,15 +205,15 @@ def head(lm, hidden):
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
-def portable(path):
-    """A local path relative to the working directory: a saved folder never names a machine's own paths."""
-    return os.path.relpath(path) if path and os.path.isabs(path) else path
+def portable(base, folder):
+    """A local base relative to the saved folder, which so never names a machine's own paths; a hub name as it is."""
+    return os.path.relpath(base, folder) if os.path.isdir(base) else base
 
 
-def cache_argument(lm):
-    """The name of forward's cache argument: `cache` since transformers 5.2x, `past_key_values` before."""
-    import inspect
-    return "cache" if "cache" in inspect.signature(type(lm).forward).parameters else "past_key_values"
+@functools.cache
+def cache_argument(kind):
+    """The name of the cache argument of a model class: `cache` in transformers 5.24, `past_key_values` before."""
+    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
 def load_model(path, *, lora_rank=0, critic=False, reference=False, bf16=False):
@@ -214,33 +232,33 @@ def load_model(path, *, lora_rank=0, critic=False, reference=False, bf16=False):
         with open(os.path.join(path, "adapter_config.json")) as f:
             adapter = json.load(f)
         base = adapter["base_model_name_or_path"]
-        if not os.path.exists(base) and os.path.exists(os.path.join(path, base)):
-            base = os.path.join(path, base)
+        if os.path.isdir(os.path.join(path, base)):         # as `save` wrote it
+            base = os.path.normpath(os.path.join(path, base))
     lm = load_causal_lm(base, torch.bfloat16 if bf16 and lora_rank else torch.float32)
     for folder in (path, base):     # an adapter folder may hold no tokenizer
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder)
-            break
+            if len(set(tokenizer("a 1 b 2", add_special_tokens=False)["input_ids"])) > 1:
+                break
+            problem = "it has no vocabulary"        # transformers makes an empty one up where a folder has none
         except (OSError, ValueError) as error:
             problem = error
     else:
         raise ModelError(f"model={path!r} has no usable tokenizer: {problem}")
     if adapter:
         from peft import PeftModel
-        if lora_rank and adapter.get("r") != lora_rank:
-            raise ModelError(f"model={path!r} holds a LoRA adapter of rank {adapter.get('r')}, but lora_rank="
-                             f"{lora_rank}. Set --lora_rank={adapter.get('r')} to train it further, or "
-                             f"--lora_rank=0 to merge it and train all weights.")
+        kind, rank = adapter.get("peft_type"), adapter.get("r")
+        if lora_rank and (kind, rank) != ("LORA", lora_rank):
+            further = f"--lora_rank={rank} to train it further, or " if kind == "LORA" else ""
+            raise ModelError(f"model={path!r} holds a {kind} adapter of rank {rank}, but lora_rank={lora_rank}. Set "
+                             f"{further}--lora_rank=0 to merge it and train all weights.")
         lm = PeftModel.from_pretrained(lm, path, is_trainable=True)
         if not lora_rank:
-            lm = lm.merge_and_unload()
+            lm = lm.merge_and_unload().requires_grad_(True)     # peft had frozen the base
     elif lora_rank:
         from peft import LoraConfig, get_peft_model
         lm = get_peft_model(lm, LoraConfig(r=lora_rank, lora_alpha=lora_rank, target_modules="all-linear",
                                            lora_dropout=0.0, task_type="CAUSAL_LM"))
-    for module in lm.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0      # GPT-2 and others: the loss distribution must be the sampling distribution
     return ActorCritic(lm, critic, reference, bf16), tokenizer
 
 
@@ -272,11 +290,16 @@ def load_causal_lm(path, dtype):
 
 @torch.no_grad()
 def check_head(lm, path):
-    """Refuse a model whose logits are not head(hidden): its log-probs would be silently wrong."""
+    """Refuse a model whose logits are not head(hidden), or without a cache: its log-probs would be silently wrong."""
+    from transformers import DynamicCache
     lm.eval()
     ids = torch.arange(1, 9, device=lm.device)[None] % lm.config.get_text_config().vocab_size
-    want = lm(input_ids=ids).logits.float()
-    got = head(lm, lm.base_model(input_ids=ids).last_hidden_state)
+    cache = DynamicCache()
+    hidden = lm.base_model(input_ids=ids, use_cache=True, **{cache_argument(type(lm)): cache}).last_hidden_state
+    if cache.get_seq_length() != ids.shape[1]:      # RWKV and others ignore it, without an error
+        raise ModelError(f"model={path!r} ({lm.config.model_type}) keeps no cache of keys and values but a state of "
+                         f"its own, recurrent as a rule. An attention-only decoder is needed.")
+    want, got = lm(input_ids=ids).logits.float(), head(lm, hidden)
     if not torch.allclose(want, got, rtol=1e-3, atol=1e-3 * max(1.0, want.abs().max().item())):
         raise ModelError(f"model={path!r} ({lm.config.model_type}) transforms its logits in a way that this code "
                          f"doesn't know; the log-probs would be wrong. Add it to model.head.")

@@ -19,7 +19,7 @@ FORMAT_PENALTY = -0.1       # once for a turn without a well-formed answer or wi
 VALIDATION_SEED = 123       # first validation task; training tasks have seeds of 2**63 and more
 
 # For a base model that brings no chat template: plain headings, every message closed by the eos token.
-PLAIN_TEMPLATE = ("{% for m in messages %}### {{ m['role'] }}\n{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
+PLAIN_TEMPLATE = ("{{ bos_token }}{% for m in messages %}### {{ m['role'] }}\n{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
                   "{% if add_generation_prompt %}### assistant\n{% endif %}")
 
 
@@ -145,12 +145,12 @@ class Chat:
     A short dummy chat is rendered, and cut at its contents: `close` is what stands between an assistant's text
     and the next user's, `open` what stands between a user's text and the assistant's. prefill is put at the
     start of each assistant turn ("<think>" or "<answer>"); it is fed, not sampled, and carries no loss.
-    stop_ids: the token that closes an assistant turn, and whatever the tokenizer or `extra_stops` call eos.
+    stop_ids: the token that closes an assistant turn first, then whatever the tokenizer or `extra_stops` call eos.
     """
 
     def __init__(self, tokenizer, think=True, extra_stops=()):
         self.tokenizer = tokenizer
-        self.template = tokenizer.chat_template or PLAIN_TEMPLATE
+        self.template = tokenizer.get_chat_template() if tokenizer.chat_template else PLAIN_TEMPLATE
         user, assistant, system = "first user text", "assistant text", "system text"
         try:
             self.has_system = system in self.render([("system", system), ("user", user)])
@@ -161,10 +161,11 @@ class Chat:
         self.prefill = "<think>" if think else "<answer>"
         if self.open.rstrip().endswith("<think>"):      # a template that opens the thinking itself
             self.prefill = "" if think else "\n</think>\n\n<answer>"
-        self.given = self.prefill if self.prefill or not think else "<think>"   # what the parser must put back
-        ids = self.encode([self.close])[0]
-        special = [i for i in ids[:3] if i in tokenizer.all_special_ids]
-        self.stop_ids = sorted({tokenizer.eos_token_id, *special[:1], *extra_stops} - {None})
+        self.given = self.prefill or "<think>"          # what the parser must put back
+        # all_special_ids holds only what an attribute names: not Gemma's <end_of_turn>, nor Phi's <|end|>
+        closing = [i for i in self.encode([self.close])[0][:3] if i in tokenizer.added_tokens_decoder][:1]
+        stops = dict.fromkeys([*closing, tokenizer.eos_token_id, *extra_stops])     # the template's own comes first
+        self.stop_ids = [i for i in stops if i is not None]
         if not self.stop_ids:
             raise ValueError("The tokenizer names no eos token and its chat template closes a turn with none: "
                              "a turn could never end. Set tokenizer.eos_token.")
@@ -184,12 +185,12 @@ class Chat:
         return self.encode([self.render(turns) + self.prefill for turns in fold])
 
     def next(self, texts, last_ids):
-        """Ids to feed after a response: its closing (but for the stop token already sampled), text, opening."""
-        out = []
-        for ids, last in zip(self.encode([self.close + t + self.open + self.prefill for t in texts]), last_ids):
-            sampled = last in self.stop_ids and last in ids[:3]
-            out.append(ids[ids.index(last) + 1:] if sampled else ids)
-        return out
+        """Ids to feed after a response: its closing (but for the stop token already sampled), text, opening.
+
+        last_ids: each response's stop token. Another one than the template's is followed by the template's own.
+        """
+        feeds = self.encode([self.close + t + self.open + self.prefill for t in texts])
+        return [ids[ids.index(last) + 1:] if last in ids[:3] else ids for ids, last in zip(feeds, last_ids)]
 
     def answer(self, text):
         """Ids of a response that gives `text` as its answer, for supervised play (without a thought)."""
@@ -408,9 +409,11 @@ def collect(policy, chat, make_env, episodes, cfg, temperature):
     cfg: settings max_turns, max_actions, max_actions_per_turn, max_new_tokens, max_context, action_sep, think,
     terse, rollout_batch (rows decoded at once, 0 = all; the result doesn't depend on it).
     Returns a list of Trajectory in the order of `episodes`.
-    Raises ContextError if a prompt leaves no room in the context.
+    Raises ContextError if a prompt leaves no room in the context, or the context none in the model.
     """
-    policy.eval()
+    if cfg.max_context > policy.max_positions:
+        raise ContextError(f"max_context={cfg.max_context} is more than the {policy.max_positions} positions that the "
+                           f"model has. Lower max_context.")
     size = cfg.rollout_batch or len(episodes)
     return [t for i in range(0, len(episodes), size)
             for t in play_batch(policy, chat, make_env, episodes[i:i + size], cfg, temperature)]
@@ -418,9 +421,8 @@ def collect(policy, chat, make_env, episodes, cfg, temperature):
 
 def play_batch(policy, chat, make_env, episodes, cfg, temperature):
     games = [Game(make_env(), e, cfg) for e in episodes]
-    groups = list(dict.fromkeys(e.group for e in episodes))                     # in order of appearance
-    first = {e.group: g for e, g in zip(reversed(episodes), reversed(games))}   # a group's first game
-    prompts = chat.first([first[g].message for g in groups])
+    texts = list(dict.fromkeys(game.message for game in games))                 # a group's members share one
+    prompts = chat.first(texts)
     longest = max(map(len, prompts))
     if longest >= cfg.max_context:
         raise ContextError(f"the first prompt has {longest} tokens, which leaves no room in max_context="
@@ -428,13 +430,12 @@ def play_batch(policy, chat, make_env, episodes, cfg, temperature):
     noise = token_noise(episodes, cfg.max_turns, cfg.max_new_tokens).to(policy.device)
 
     rows = Rows(policy)
-    hidden = rows.feed_ragged(prompts)                                          # one row per group
-    number = {g: i for i, g in enumerate(groups)}
-    spread = torch.tensor([number[e.group] for e in episodes], device=policy.device)
-    rows.select(spread)                                                         # one row per episode
+    hidden = rows.feed_ragged(prompts)                                          # one row per prompt
+    spread = [texts.index(game.message) for game in games]
+    rows.select(torch.tensor(spread, device=policy.device))                     # one row per episode
     hidden = hidden[spread]
-    for game in games:
-        game.feed(prompts[number[game.episode.group]])
+    for game, i in zip(games, spread):
+        game.feed(prompts[i])
 
     live = list(range(len(games)))          # row r plays game live[r]
     for turn in range(cfg.max_turns):
@@ -446,17 +447,15 @@ def play_batch(policy, chat, make_env, episodes, cfg, temperature):
         going = [r for r, i in enumerate(live) if not games[i].over]
         if not going:
             break
-        feeds = chat.next([games[live[r]].message for r in going],
-                          [games[live[r]].traj.tokens[-1] for r in going])
-        room = [games[live[r]].take(ids) for r, ids in zip(going, feeds)]       # False: the context is full
-        feeds = [ids for ids, ok in zip(feeds, room) if ok]
-        going = [r for r, ok in zip(going, room) if ok]
+        last = {r: games[live[r]].traj.tokens[-1] for r in going}               # sampled, not in the cache yet
+        feeds = dict(zip(going, chat.next([games[live[r]].message for r in going], last.values())))
+        going = [r for r in going if games[live[r]].take(feeds[r])]             # False: the context is full
         if not going:
             break
         if len(going) < len(live):
             rows.select(torch.tensor(going, device=policy.device))
         live = [live[r] for r in going]
-        hidden = rows.feed_ragged([[games[i].pending] + ids for i, ids in zip(live, feeds)])
+        hidden = rows.feed_ragged([[last[r]] + feeds[r] for r in going])
     return [game.traj for game in games]
 
 
@@ -484,7 +483,6 @@ class Game:
 
     def take(self, ids):
         """Feed an observation if the context holds it and one token more; else end as truncated."""
-        self.pending = self.traj.tokens[-1]         # sampled, not yet in the cache
         if len(self.traj.tokens) + len(ids) >= self.cfg.max_context:
             self.traj.truncated = self.over = True
             return False
@@ -513,8 +511,9 @@ class Game:
                 break
         traj.turn_rewards.append(reward + (0.0 if format_ok else FORMAT_PENALTY))
         traj.format_ok.append(format_ok)
-        traj.truncated |= cut and not self.over
-        self.over |= traj.truncated or self.actions_left == 0 or self.turn + 1 == self.cfg.max_turns
+        self.over |= self.actions_left == 0
+        traj.truncated |= cut and not self.over     # with nothing left to play, the rest of the text is worth nothing
+        self.over |= traj.truncated or self.turn + 1 == self.cfg.max_turns
         if not self.over:       # the reward that is told is the environment's alone
             self.message = user_message(self.env, self.observation, self.turn + 1, reward, self.actions_left,
                                         self.cfg)

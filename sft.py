@@ -96,11 +96,14 @@ def play(name, chat, cfg, seed):
     game = Game(envs.make_env(name), Episode(0, 0, seed, seed, (0, 0)), cfg)
     game.feed(chat.first([game.message])[0])
     while not game.over:
-        at_random = rng.random() < cfg.noise
-        action = game.env.random_action(rng) if at_random else game.env.optimal_action(game.actions_left)
+        noisy = rng.random() < cfg.noise
+        best = None if noisy else game.env.optimal_action(cfg.max_actions)
+        if best is None and not noisy and cfg.solver_only:
+            break       # the solver has given up: nothing more to learn here
+        action = game.env.random_action(rng) if best is None else best
         ids = chat.answer(action)
         game.respond(chat, ids, [0.0] * len(ids))
-        if at_random and cfg.solver_only:
+        if best is None and cfg.solver_only:
             game.traj.loss_mask[-len(ids):] = [0] * len(ids)
         if not game.over:
             game.take(chat.next([game.message], ids[-1:])[0])
@@ -150,7 +153,7 @@ def main(cfg):
         tokenizer = new_tokenizer(corpus(cfg))
         policy = ActorCritic(new_model(tokenizer, cfg.seed))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    policy.to(device).train()
+    policy.to(device)
     chat = Chat(tokenizer, cfg.think)
     names, shares = task_shares(cfg.tasks)
     params = policy.policy_parameters()
@@ -169,7 +172,8 @@ def main(cfg):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if step % 50 == 0 or step == cfg.steps - 1:
-            print(f"step {step}, loss on play {played:.4f}, on the world {world:.4f}, {time.perf_counter() - start:.0f} s", flush=True)
+            print(f"step {step}, loss on play {played:.4f}, on the world {world:.4f}, "
+                  f"{time.perf_counter() - start:.0f} s", flush=True)
         if (step % 500 == 499) or step == cfg.steps - 1:
             os.makedirs(cfg.out_dir, exist_ok=True)
             policy.save(cfg.out_dir, tokenizer)

@@ -394,7 +394,6 @@ def prepare(model, steps, scores, cfg, accelerator):
 def update(model, optimizer, step, cfg, accelerator, stats):
     """Take one optimizer step on an update batch; skip it, and count, if a gradient is not finite."""
     policy = accelerator.unwrap_model(model)
-    model.train()
     for b in step.batches:
         with accelerator.no_sync(model):        # ranks may hold unequal numbers of micro-batches
             out = model(b.tokens, b.loss_mask, b.last, temperature=cfg.temperature,
@@ -523,7 +522,7 @@ def main(cfg, notes=()):
         return metrics
 
     metrics = finish({"iter": 0}) if cfg.eval_every else {}
-    bar = tqdm(range(1, cfg.max_iters + 1), disable=not is_main, unit="iter")
+    bar = tqdm(range(1, cfg.max_iters + 1), disable=not is_main or cfg.max_iters == 0, unit="iter")
     for it in bar:
         # 4. rollout: every rank plays its share of the groups; episodes are small and go to all ranks
         tick = time.perf_counter()

@@ -1,35 +1,34 @@
 """What test_rollout.py and test_model.py share: tokenizers, tiny random models, a world of free text, settings."""
-import os
-import sys
+import torch
+import transformers as hf
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-os.environ["HF_HUB_OFFLINE"] = "1"       # before transformers is imported: no test ever asks the network
-sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
-
-import torch                                                         # noqa: E402
-import transformers as hf                                            # noqa: E402
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers     # noqa: E402
-
-import model                                                         # noqa: E402
-import rollout                                                       # noqa: E402
-from envs import TextEnv                                             # noqa: E402
-from train import Config                                             # noqa: E402
+import model
+import rollout
+from envs import TextEnv
+from train import Config
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 WORDS = ["You are a helpful assistant.", "Turn 1: State: Reward: -0.1", "Up || Down || Left || Right", "no word"]
 
 
-def make_tokenizer(template=CHATML, eos="<|im_end|>", pad="<|pad|>", special=("<|im_start|>", "<|im_end|>")):
-    """Train a byte-level BPE with a few merges, so that neighbouring texts could merge; tags are single tokens."""
+def make_tokenizer(template=CHATML, eos="<|im_end|>", pad="<|pad|>", bos=None,
+                   special=("<|im_start|>", "<|im_end|>"), unlisted=()):
+    """Train a byte-level BPE with a few merges, so that neighbouring texts could merge; tags are single tokens.
+
+    unlisted: special tokens that no attribute of the tokenizer names.
+    """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    names = list(dict.fromkeys(x for x in (pad, eos, *special) if x))
+    names = list(dict.fromkeys(x for x in (pad, eos, bos, *special, *unlisted) if x))
     bpe.train_from_iterator(WORDS * 3, trainers.BpeTrainer(
-        vocab_size=300, special_tokens=names, show_progress=False, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
+        vocab_size=300, special_tokens=names, show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
     bpe.add_tokens([AddedToken(t, normalized=False) for t in ("<answer>", "</answer>", "</think>")])
-    return hf.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=eos, pad_token=pad, chat_template=template,
-                                      extra_special_tokens=[x for x in special if x not in (eos, pad)])
+    return hf.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=eos, pad_token=pad, bos_token=bos,
+                                      chat_template=template, extra_special_tokens=[x for x in special if x != eos])
 
 
 SIZES = dict(vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
@@ -73,7 +72,7 @@ class Talk(TextEnv):
 
     def reset(self, seed, noise_seed=0):
         self.seed, self.steps = seed, 0
-        return "no " * (seed % 5)
+        return "no " * (9 * (seed % 3))       # prompts differ by more than a sliding window
 
     def step(self, action):
         self.steps += 1
