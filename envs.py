@@ -54,6 +54,8 @@ class TextEnv:
 
     def random_action(self, rng: np.random.Generator) -> str:
         """Draw an action for the random baseline: uniform over `actions`. Free text needs its own."""
+        if self.actions is None:
+            raise NotImplementedError(f"{type(self).__name__} takes free text and has no random_action")
         return self.actions[rng.integers(len(self.actions))]
 
     def optimal_action(self, actions_left: int) -> str | None:

@@ -214,7 +214,7 @@ def user_message(env, observation, turn, reward, actions_left, cfg):
             parts.append("The meaning of each symbol is: " + ", ".join(f"{k}: {v}" for k, v in env.legend.items()))
         if env.actions:
             parts.append("Your available actions are: " + ", ".join(env.actions))
-        parts.append(f"You can take at most {cfg.max_actions} actions in all, and at most "
+        parts.append(f"You have at most {cfg.max_turns} turns and {cfg.max_actions} actions in all, at most "
                      f"{cfg.max_actions_per_turn} in a turn, separated by \"{cfg.action_sep}\".")
     else:
         parts.append(f"Reward: {reward:g}")
@@ -308,7 +308,7 @@ class RoomyLayer(DynamicLayer):
 class Rows:
     """The rows in flight: their cache, its mask, and the operations that keep it a left-padded rectangle.
 
-    Decision: no holes. After each feed and each turn the rows are right-aligned by one gather, so that
+    No holes: after each ragged feed and each turn the rows are right-aligned by one gather, so that
     sliding-window layers, which measure distance in columns, stay right.
     """
 
@@ -414,7 +414,7 @@ def collect(policy, chat, make_env, episodes, cfg, temperature):
     if cfg.max_context > policy.max_positions:
         raise ContextError(f"max_context={cfg.max_context} is more than the {policy.max_positions} positions that the "
                            f"model has. Lower max_context.")
-    size = cfg.rollout_batch or len(episodes)
+    size = cfg.rollout_batch or max(1, len(episodes))      # a rank may have no episode at all
     return [t for i in range(0, len(episodes), size)
             for t in play_batch(policy, chat, make_env, episodes[i:i + size], cfg, temperature)]
 

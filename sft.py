@@ -1,6 +1,7 @@
 """Supervised baseline (arXiv 2504.20073, App. C): imitate a solver's multi-turn chats.
 
-    python sft.py --model=Qwen/Qwen2.5-0.5B-Instruct --tasks=Sokoban --terse=False --lora_rank=64 --lr=1e-4
+    python sft.py --model=Qwen/Qwen2.5-0.5B-Instruct --tasks=Sokoban --terse=False --lora_rank=64 \
+                  --lr=1e-4 --max_context=3600
 
 The laptop model in assets/tiny is made by two runs of this script (the commands stand in its README). The first starts
 from nothing and learns the solver's actions, in play where some actions are random, and never learnt: it comes to read
@@ -10,7 +11,6 @@ is the start that reinforcement learning needs: something to gain, and a policy 
 
 import dataclasses
 import math
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import envs
-from model import ActorCritic, load_model
+from model import ActorCritic, ModelError, load_model
 from rollout import SYSTEM, Chat, Episode, Game, make_batch
 from train import UserError, load_config, micro_batches, set_threads
 
@@ -28,13 +28,13 @@ from train import UserError, load_config, micro_batches, set_threads
 class SftConfig:
     model: str = ""                     # "" = a new model of about 1 M parameters with its own tokenizer
     out_dir: str = "runs/sft"           # the folder the model is saved to
-    tasks: str = "Sokoban:0.6,FrozenLakeNoSlip:0.35,Bandit:0.05"   # name:share of the episodes
+    tasks: str = "Sokoban:0.6,FrozenLakeNoSlip:0.35,Bandit:0.05"   # name:share of the episodes[:noise]
     steps: int = 2000                   # optimizer steps
     batch: int = 32                     # episodes per step
     lr: float = 2e-3                    # peak; 100 steps of warm-up, then a cosine to a tenth
     noise: float = 0.0                  # share of uniform random actions in the play, 0 .. 1; the rest is the solver's
     solver_only: bool = False           # learn the solver's actions alone; False = all that were played
-    world_coef: float = 0.3             # loss on the observations too: the model learns how the world moves; 0 = off
+    world_coef: float = 0.0             # loss on the observations too: the model learns how the world moves; 0 = off
     lora_rank: int = 0                  # 0 = all weights
     seed: int = 0
     max_turns: int = 10                 # the rest as in train.Config
@@ -73,30 +73,41 @@ def new_tokenizer(texts, vocab_size=640):
                                    extra_special_tokens=special[2:], chat_template=CHAT_TEMPLATE)
 
 
-def new_model(tokenizer, seed):
-    """A Qwen2-shaped model of about 1 M parameters with random weights."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    torch.manual_seed(seed)
-    return Qwen2ForCausalLM(Qwen2Config(
+def new_model(tokenizer):
+    """A Qwen2-shaped model of about 1 M parameters with random weights.
+
+    Its class is Llama's with attention biases, the same function but for one bias more: in a folder of type
+    qwen2, AutoTokenizer replaces any tokenizer's own way of cutting text by Qwen's, without a word.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+    return LlamaForCausalLM(LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
+        num_attention_heads=4, num_key_value_heads=2, attention_bias=True, rms_norm_eps=1e-6,
+        max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
 
 
-def task_shares(text):
-    """Read "Name:share,Name:share" (share 1 if left out) as names and probabilities."""
-    pairs = [part.partition(":") for part in text.split(",")]
-    weights = np.array([float(share or 1) for _, _, share in pairs])
-    return [name.strip() for name, _, _ in pairs], weights / weights.sum()
+def read_tasks(text, noise):
+    """Read "Name:share:noise,Name:share" as names, shares that add up to 1, and each task's own noise."""
+    parts = [part.strip().split(":") for part in text.split(",")]
+    try:
+        for part in parts:
+            envs.make_env(part[0])
+        shares = np.array([float(p[1]) if len(p) > 1 else 1.0 for p in parts])
+        noises = [float(p[2]) if len(p) > 2 else noise for p in parts]
+    except ValueError as error:
+        raise UserError(f"tasks must read Name:share:noise,...: {error}") from None
+    return [p[0] for p in parts], shares / shares.sum(), noises
 
 
-def play(name, chat, cfg, seed):
+def play(name, noise, chat, cfg, seed):
     """One episode of noisy solver play as a Trajectory; its trained tokens are the answers, or the solver's."""
     rng = np.random.default_rng([seed, 3])
     game = Game(envs.make_env(name), Episode(0, 0, seed, seed, (0, 0)), cfg)
     game.feed(chat.first([game.message])[0])
     while not game.over:
-        noisy = rng.random() < cfg.noise
+        noisy = rng.random() < noise
+        # asked for the whole budget: a label is a step towards the goal, also where the moves left are too few
         best = None if noisy else game.env.optimal_action(cfg.max_actions)
         if best is None and not noisy and cfg.solver_only:
             break       # the solver has given up: nothing more to learn here
@@ -146,28 +157,30 @@ def train_step(policy, episodes, cfg, device):
 
 
 def main(cfg):
+    """Train and save; return each step's loss on the played tokens, nats."""
     set_threads()
-    if cfg.model:
-        policy, tokenizer = load_model(cfg.model, lora_rank=cfg.lora_rank)
-    else:
+    torch.manual_seed(cfg.seed)
+    if not cfg.model:
         tokenizer = new_tokenizer(corpus(cfg))
-        policy = ActorCritic(new_model(tokenizer, cfg.seed))
+        ActorCritic(new_model(tokenizer)).save(cfg.out_dir, tokenizer)
+    policy, tokenizer = load_model(cfg.model or cfg.out_dir, lora_rank=cfg.lora_rank)   # as any user will load it
     device = "cuda" if torch.cuda.is_available() else "cpu"
     policy.to(device)
     chat = Chat(tokenizer, cfg.think)
-    names, shares = task_shares(cfg.tasks)
+    names, shares, noises = read_tasks(cfg.tasks, cfg.noise)
     params = policy.policy_parameters()
     print(f"{sum(p.numel() for p in params):,} trainable weights, vocabulary {len(tokenizer)}")
     optimizer = torch.optim.AdamW(params, lr=cfg.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    rng, start = np.random.default_rng(cfg.seed), time.perf_counter()
+    rng, start, losses = np.random.default_rng(cfg.seed), time.perf_counter(), []
     for step in range(cfg.steps):
         done = step / cfg.steps
         lr = cfg.lr * min((step + 1) / 100, 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
         for group in optimizer.param_groups:
             group["lr"] = lr
-        episodes = [play(name, chat, cfg, int(rng.integers(2 ** 31, 2 ** 32)))
-                    for name in rng.choice(names, cfg.batch, p=shares)]
+        episodes = [play(names[k], noises[k], chat, cfg, int(rng.integers(2 ** 31, 2 ** 32)))
+                    for k in rng.choice(len(names), cfg.batch, p=shares)]
         played, world = train_step(policy, episodes, cfg, device)
+        losses.append(played)
         torch.nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -175,13 +188,13 @@ def main(cfg):
             print(f"step {step}, loss on play {played:.4f}, on the world {world:.4f}, "
                   f"{time.perf_counter() - start:.0f} s", flush=True)
         if (step % 500 == 499) or step == cfg.steps - 1:
-            os.makedirs(cfg.out_dir, exist_ok=True)
             policy.save(cfg.out_dir, tokenizer)
+    return losses
 
 
 if __name__ == "__main__":
     try:
         main(load_config(SftConfig, sys.argv[1:])[0])
-    except UserError as error:
+    except (UserError, ModelError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -98,8 +98,7 @@ def filter_groups(traj_return: Tensor, group: Tensor, keep: float) -> Tensor:
     tier = torch.zeros_like(first)                                    # equal but for rounding = the same tier
     tier[falling[1:]] = (std[falling].diff() < -ROUNDING).cumsum(0)
     place = (tier * (len(index) + 1) + first).argsort().argsort()     # (G,) by tier, then first appearance
-    num_kept = max(1, math.floor(keep * len(std) + 1e-9))             # 0.29 * 100 is 28.999999999999996
-    return (place < num_kept)[index]
+    return (place < kept_count(len(std), keep))[index]
 
 
 def kept_count(num_groups: int, keep: float) -> int:

@@ -16,6 +16,7 @@ import dataclasses
 import difflib
 import inspect
 import json
+import math
 import os
 import runpy
 import sys
@@ -50,7 +51,7 @@ class Config:
 
     # how long, how often
     max_iters: int = 200                # rollout-update iterations; 0 = evaluate only
-    eval_every: int = 10                # iterations; also before the first and after the last; 0 = never
+    eval_every: int = 10                # iterations; also before the first and after the last; 0 = never. Saves too
     eval_tasks: int = 256               # fixed validation tasks, one sample each (standard error 3 points)
     eval_temperature: float = 0.5       # 0 = most likely token
     log_every: int = 1                  # iterations per printed line
@@ -59,7 +60,7 @@ class Config:
 
     # rollout
     prompts_per_iter: int = 8           # P, groups: different tasks per iteration, over all ranks
-    group_size: int = 16                # N, episodes per task
+    group_size: int = 16                # N, episodes per task (8 .. 32)
     max_turns: int = 5                  # responses per episode
     max_actions: int = 10               # environment steps per episode
     max_actions_per_turn: int = 5       # more in one answer are cut, not punished
@@ -75,19 +76,20 @@ class Config:
     filter_keep: float = 0.25           # fraction of groups kept, by the spread of their returns; 1 = no filter
     clip_low: float = 0.2               # the ratio is clipped to 1 - clip_low .. 1 + clip_high
     clip_high: float = 0.28             # 0.2 = plain StarPO
-    kl_coef: float = 0.0                # 0 = no KL (StarPO-S); 0.001 = plain: in the reward (ppo), else in the loss
+    kl_coef: float = 0.0                # 0 = no KL (StarPO-S); 0.001 = plain: in the reward (ppo), else in the loss;
+    #                                     the reference is the start, with LoRA the model without its adapter
     kl_kind: str = "k3"                 # estimator of the KL in the loss: k2 | k3; ppo's reward takes k1
     entropy_coef: float = 0.001         # bonus per nat (0 .. 0.01)
     gamma: float = 1.0                  # ppo: discount per token
     lam: float = 1.0                    # ppo: GAE's λ per token (0.9 .. 1)
     value_clip: float = 0.5             # ppo: values move at most this far from the old ones; 0 = free
-    loss_divisor: str = "token-mean"    # token-mean | seq-mean-token-mean | seq-mean-token-sum-norm
+    loss_divisor: str = "token-mean"    # or seq-mean-token-mean (the paper's), seq-mean-token-sum-norm (Dr. GRPO)
 
     # optimisation
-    lr: float = 1e-5                    # policy; full fine-tuning of a large model: 1e-6
-    critic_lr: float = 1e-4             # ppo's critic
+    lr: float = 1e-5                    # policy (LoRA 1e-5 .. 1e-4, all weights of a large model 1e-6 .. 1e-5)
+    critic_lr: float = 1e-4             # ppo's critic (ten times lr)
     update_batch: int = 32              # E, episodes per optimizer step, over all ranks
-    updates_per_rollout: int = 1        # passes over the kept episodes (Online-k)
+    updates_per_rollout: int = 1        # passes over the kept episodes (Online-k, 1 .. 4)
     micro_batch_tokens: int = 16384     # padded tokens per forward pass (memory only; the result is the same)
     grad_clip: float = 1.0              # norm, policy and critic apart
     weight_decay: float = 0.01          # AdamW
@@ -144,7 +146,8 @@ def read_file(path):
     except Exception as error:
         raise UserError(f"config file {path!r} raises {type(error).__name__}: {error}") from None
     return {k: v for k, v in names.items()
-            if not k.startswith("_") and not isinstance(v, (types.ModuleType, type)) and not callable(v)}
+            if not k.startswith("_") and not isinstance(v, types.ModuleType) and not callable(v)
+            and v is not envs.ENVS}     # a user's world may live in the config file itself
 
 
 def parse_value(name, text, kind):
@@ -153,6 +156,8 @@ def parse_value(name, text, kind):
         return text
     if kind is bool and text.lower() in ("true", "false"):
         text = text.capitalize()
+    if kind is float and text.lower() == "inf":
+        return math.inf
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -183,8 +188,9 @@ def check_config(cfg, typed=(), filed=()):
                  "log_every", "log_rollouts_every"):
         need(getattr(cfg, name) >= 1, name, "at least 1")
     for name in ("max_iters", "eval_every", "lora_rank", "rollout_batch", "log_rollouts", "lr", "critic_lr",
-                 "eval_temperature", "weight_decay", "kl_coef", "value_clip", "seed"):
+                 "eval_temperature", "weight_decay", "kl_coef", "entropy_coef", "value_clip", "seed"):
         need(getattr(cfg, name) >= 0, name, "at least 0")
+    need(cfg.max_iters or cfg.eval_every, "max_iters", "above 0 where eval_every is 0: nothing would happen")
     need(cfg.temperature > 0, "temperature", "above 0: the loss needs a distribution")
     need(cfg.grad_clip > 0, "grad_clip", "above 0 (inf = no clipping)")
     need(cfg.max_context >= 2, "max_context", "at least 2")
@@ -221,15 +227,11 @@ def batch_arithmetic(cfg):
     """Say in words what one iteration does, and whether clipping can act."""
     kept = starpo.kept_count(cfg.prompts_per_iter, cfg.filter_keep)
     episodes = kept * cfg.group_size
-    steps = cfg.updates_per_rollout * optimizer_steps(cfg, episodes)
+    steps = cfg.updates_per_rollout * -(-episodes // cfg.update_batch)      # the last batch may be smaller
     clip = "clipping can act" if steps > 1 else "the ratio is exactly 1 and clipping cannot act"
     return (f"{cfg.prompts_per_iter} prompts x {cfg.group_size} = {cfg.prompts_per_iter * cfg.group_size} episodes "
             f"an iteration; {kept} of {cfg.prompts_per_iter} groups kept = {episodes} episodes; "
             f"{cfg.updates_per_rollout} pass(es) in batches of {cfg.update_batch} = {steps} optimizer step(s): {clip}")
-
-
-def optimizer_steps(cfg, episodes):
-    return -(-episodes // cfg.update_batch)     # per pass; the last batch may be smaller
 
 
 # ---------------------------------------------------------------------------------------------- helpers
@@ -266,13 +268,12 @@ def micro_batches(trajectories, rows, budget):
     return out
 
 
-def baselines(cfg):
-    """(random, optimal) success on the validation tasks; optimal is None for an environment without one."""
+def baselines(make_env, cfg):
+    """(random, optimal) success on the validation tasks; None where the environment has no such policy."""
     seeds = [e.task_seed for e in validation_episodes(range(cfg.eval_tasks))]
     budget = min(cfg.max_actions, cfg.max_turns * cfg.max_actions_per_turn)
-    make = lambda: envs.make_env(cfg.env, **cfg.env_args)
-    random, optimal = (envs.success_rate(make, policy, seeds, budget) for policy in ("random", "optimal"))
-    return random, None if optimal != optimal else optimal
+    rates = (envs.success_rate(make_env, policy, seeds, budget) for policy in ("random", "optimal"))
+    return [None if math.isnan(rate) else rate for rate in rates]
 
 
 def evaluate(policy, chat, make_env, cfg, accelerator, base):
@@ -281,13 +282,14 @@ def evaluate(policy, chat, make_env, cfg, accelerator, base):
     played = collect(policy, chat, make_env, validation_episodes(tasks), cfg, cfg.eval_temperature)
     wins = gather([t.success for t in played], accelerator)
     success, (random, optimal) = sum(wins) / len(wins), base
-    score = (success - random) / (optimal - random) if optimal is not None and optimal != random else None
+    known = None not in base and optimal != random
+    score = (success - random) / (optimal - random) if known else None
     return {f"eval/{cfg.env}/{k}": v for k, v in
             (("success", success), ("random", random), ("optimal", optimal), ("score", score))}
 
 
 def write_rollouts(folder, iteration, trajectories, count):
-    """Write a sample of episodes, evenly spaced over the groups, one JSON object a line."""
+    """Write a sample of episodes, evenly spaced over all of them, one JSON object a line."""
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, f"iter_{iteration:06d}.jsonl"), "w") as f:
         for t in trajectories[::max(1, len(trajectories) // max(1, count))][:count]:
@@ -446,7 +448,10 @@ def log_line(m, env):
     if "success" in m:
         parts += [f"success {m['success']:.3f}", f"return {m['traj_return']:.3f}",
                   f"std {m['group_reward_std']:.3f}", f"entropy {m['entropy']:.3f}",
-                  f"grad {m['grad_norm']:.3f}", f"rollout {m['rollout_s']:.1f} s", f"update {m['update_s']:.1f} s"]
+                  f"grad {m['grad_norm']:.3f}"]
+        if m["skipped_steps"]:
+            parts.append(f"SKIPPED {m['skipped_steps']} STEP(S): a gradient was not finite")
+        parts += [f"rollout {m['rollout_s']:.1f} s", f"update {m['update_s']:.1f} s"]
     e = {k: m.get(f"eval/{env}/{k}") for k in ("success", "random", "optimal", "score")}
     if e["success"] is not None:
         parts.append("eval success {} (random {}, optimal {}, score {})".format(
@@ -462,48 +467,51 @@ def main(cfg, notes=()):
     Raises UserError, ModelError or ContextError for what the user can mend.
     """
     # 1. setup
+    start = time.perf_counter()
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs
-    set_threads()
-    # ranks may run unequal numbers of forward passes, so none of them may wait for the others
-    accelerator = Accelerator(cpu=cfg.device == "cpu",
+    # CUDA or the CPU, whatever accelerate would choose; bf16 is model.py's business, whatever it has on file.
+    # Ranks may run unequal numbers of forward passes, so none of them may wait for the others' buffers.
+    accelerator = Accelerator(cpu=cfg.device == "cpu" or not torch.cuda.is_available(), mixed_precision="no",
                               kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
+    set_threads()
     device, is_main = accelerator.device, accelerator.is_main_process
     say = lambda text: tqdm.write(text) if is_main else None
     metrics_path = os.path.join(cfg.out_dir, "metrics.jsonl")
-    if os.path.exists(metrics_path):
-        raise UserError(f"out_dir={cfg.out_dir!r} already holds a run. Choose another with --out_dir=..., "
-                        f"or delete that folder.")
+    if os.path.isdir(cfg.out_dir) and os.listdir(cfg.out_dir):
+        raise UserError(f"out_dir={cfg.out_dir!r} already holds a run, or other files. Choose another with "
+                        f"--out_dir=..., or delete that folder.")
+    accelerator.wait_for_everyone()     # before rank 0 writes into it
     make_env = lambda: envs.make_env(cfg.env, **cfg.env_args)
     try:
-        make_env()
-    except (ValueError, TypeError) as error:
+        make_env().reset(0)
+    except (ValueError, TypeError, RuntimeError) as error:
         raise UserError(f"env={cfg.env!r} with env_args={cfg.env_args}: {error}") from None
 
     # 2. model and optimizer
     group_algo = cfg.algo != "ppo"
+    torch.manual_seed(cfg.seed)     # LoRA's first weights; nothing else draws from the global generator
     policy, tokenizer = load_model(cfg.model, lora_rank=cfg.lora_rank, critic=not group_algo,
                                    reference=cfg.kl_coef > 0, bf16=device.type == "cuda")
     policy.to(device)
     eos = policy.causal_lm.generation_config.eos_token_id
-    chat = Chat(tokenizer, cfg.think, eos if isinstance(eos, list) else [eos])
+    try:
+        chat = Chat(tokenizer, cfg.think, eos if isinstance(eos, list) else [eos])
+    except ValueError as error:
+        raise UserError(f"model={cfg.model!r}: {error}") from None
     policy_params, critic_params = policy.policy_parameters(), policy.critic_parameters()
-    optimizer = torch.optim.AdamW([{"params": policy_params, "lr": cfg.lr},
-                                   {"params": critic_params, "lr": cfg.critic_lr}][:1 if group_algo else 2],
-                                  betas=(0.9, 0.999), weight_decay=cfg.weight_decay)
+    param_groups = [{"params": policy_params, "lr": cfg.lr}]
+    if critic_params:
+        param_groups.append({"params": critic_params, "lr": cfg.critic_lr})
+    optimizer = torch.optim.AdamW(param_groups, betas=(0.9, 0.999), weight_decay=cfg.weight_decay)
     model = accelerator.prepare(policy)         # DDP where there are several ranks: equal weights on all
 
     # 3. say what will happen
-    if is_main:
-        os.makedirs(cfg.out_dir, exist_ok=True)
-        with open(os.path.join(cfg.out_dir, "config.json"), "w") as f:
-            json.dump(dataclasses.asdict(cfg), f, indent=2)
     trainable = sum(p.numel() for p in policy_params)
     for line in (*notes, f"{cfg.algo} on {cfg.env} with {cfg.model}: {trainable:,} trainable weights, "
                  f"{accelerator.num_processes} process(es) on {device.type}", batch_arithmetic(cfg)):
         say(line)
-    base = baselines(cfg) if cfg.eval_every else None
-    start = time.perf_counter()
+    base = baselines(make_env, cfg) if cfg.eval_every else None
 
     def finish(metrics):
         """Evaluate where it is due, write the line of metrics, print it."""
@@ -513,8 +521,12 @@ def main(cfg, notes=()):
             metrics |= evaluate(policy, chat, make_env, cfg, accelerator, base)
         metrics["time_s"] = time.perf_counter() - start
         if is_main:
-            if due and it:
+            if it and (due or it == cfg.max_iters):
                 policy.save(os.path.join(cfg.out_dir, "policy"), tokenizer)
+            if not os.path.exists(metrics_path):        # only now: a run that never starts leaves nothing behind
+                os.makedirs(cfg.out_dir, exist_ok=True)
+                with open(os.path.join(cfg.out_dir, "config.json"), "w") as f:
+                    json.dump(dataclasses.asdict(cfg), f, indent=2)
             with open(metrics_path, "a") as f:
                 f.write(json.dumps(metrics) + "\n")
             if due or it % cfg.log_every == 0:
@@ -558,11 +570,12 @@ def main(cfg, notes=()):
         metrics |= rollout_metrics(trajectories, starpo.group_stats(returns, group)[2])
         metrics["rollout_tokens_per_s"] = metrics.pop("sampled_tokens") / rollout_s
         metrics |= stats.averages(accelerator, METRICS + ["kl_ref"] * (cfg.kl_coef > 0)) | extra
-        if is_main and (it == 1 or it % cfg.log_rollouts_every == 0):
+        if is_main and cfg.log_rollouts and (it == 1 or it % cfg.log_rollouts_every == 0):
             write_rollouts(os.path.join(cfg.out_dir, "rollouts"), it, trajectories, cfg.log_rollouts)
         metrics = finish(metrics)
         bar.set_postfix_str(f"success {metrics['success']:.2f}, std {metrics['group_reward_std']:.2f}, "
                             f"entropy {metrics['entropy']:.2f}, {rollout_s + update_s:.1f} s")
+    accelerator.end_training()
     return metrics
 
 

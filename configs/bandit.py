@@ -10,8 +10,8 @@ model = "Qwen/Qwen2.5-0.5B-Instruct"
 env = "Bandit"
 out_dir = "runs/bandit"
 
-algo = "ppo"                # the critic is a mean baseline here: right on both tasks
-filter_keep = 0.25
+algo = "ppo"                # the critic is a mean baseline here ...
+filter_keep = 0.25          # ... but this favours the risky arm: the groups of large spread hold its lucky pulls
 lora_rank = 64
 lr = 1e-5
 critic_lr = 1e-4

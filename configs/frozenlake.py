@@ -3,7 +3,7 @@
     accelerate launch train.py --config configs/frozenlake.py
 
 Result, hours and memory: not measured. The paper reports 21.8 % after 200 iterations; uniform random valid
-actions reach about 22 % of these tasks and the optimal policy 48 %, so read the normalised score.
+actions reach about 21 % of such tasks and the optimal policy 50 %, so read the normalised score.
 """
 model = "Qwen/Qwen2.5-0.5B-Instruct"
 env = "FrozenLake"          # p 0.8, every direction of three with probability 1/3

@@ -3,7 +3,7 @@
     accelerate launch train.py --config configs/sokoban.py
 
 Result, hours and memory: not measured. The paper reports 20.3 % after 200 iterations; uniform random valid
-actions reach about 19 % of these tasks and the optimal policy 99 %, so read the normalised score.
+actions reach about 17 % of such tasks and the optimal policy 99 %, so read the normalised score.
 """
 model = "Qwen/Qwen2.5-0.5B-Instruct"
 env = "Sokoban"

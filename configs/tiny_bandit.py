@@ -22,4 +22,4 @@ max_context = 256
 prompts_per_iter = 32
 group_size = 8
 update_batch = 256
-max_iters = 60
+max_iters = 40

@@ -17,4 +17,4 @@ prompts_per_iter = 32
 group_size = 8
 filter_keep = 0.5
 update_batch = 128          # all kept episodes in one step
-max_iters = 100
+max_iters = 80

@@ -1,6 +1,7 @@
 """train.py as a user meets it: settings, mistakes, short real runs of the laptop configs, and what they write."""
 import ast
 import dataclasses
+import inspect
 import json
 import os
 import re
@@ -89,6 +90,7 @@ def test_bad_files(tmp_path, text, message):
     (dict(loss_divisor="mean"), "loss_divisor must be one of token-mean"),
     (dict(algo="grpo", group_size=1, filter_keep=1.0), "group_size must be at least 2"),
     (dict(device="gpu"), "device must be"),
+    (dict(max_iters=0, eval_every=0), "nothing would happen"),
 ])
 def test_impossible_settings(changes, message):
     """Sizes and choices that cannot work are refused before anything is loaded."""
@@ -125,7 +127,8 @@ def test_batch_arithmetic():
 
 def test_every_setting_is_read():
     """A setting that no code reads is the quietest bug of all."""
-    code = "".join(open(f"{name}.py").read() for name in FILES)
+    code = "".join(open(f"{name}.py").read() for name in FILES if name != "sft")
+    code = code.replace(inspect.getsource(check_config), "")        # to refuse a value is not to use it
     for field in dataclasses.fields(Config):
         reads = re.findall(rf"cfg\.{field.name}\b", code)
         assert reads, f"Config.{field.name} is never read"
@@ -162,6 +165,7 @@ def test_configs_are_valid():
     (["--clip_hihg=0.3"], "did you mean clip_high"),
     (["--config", "configs/tiny_frozenlake.py", "--env=FrozenLak"], "FrozenLake"),
     (["--config", "configs/tiny_frozenlake.py", "--env_args={'siz': 4}"], "siz"),
+    (["--config", "configs/tiny_sokoban.py", "--env_args={'boxes': 12}"], "raise size or search_depth"),
     (["--config", "configs/tiny_frozenlake.py", "--model=nowhere/at_all"], "configs/tiny_frozenlake.py"),
     (["--config", "configs/tiny_frozenlake.py", "--max_context=20"], "leaves no room in max_context=20"),
 ])
@@ -203,6 +207,7 @@ def test_tiny_configs_run(tmp_path, name):
     assert len(episodes) == 3 and {m["role"] for m in episodes[0]["messages"]} == {"user", "assistant"}
     assert sum(episodes[0]["turn_rewards"]) == pytest.approx(episodes[0]["return"])
     assert json.load(open(tmp_path / "run/config.json"))["prompts_per_iter"] == 4
+    assert (tmp_path / "run/policy/model.safetensors").exists()         # also without any evaluation
 
 
 @pytest.mark.parametrize("words", [
@@ -279,15 +284,19 @@ def test_non_finite_gradient_skips_the_step(tmp_path, monkeypatch):
     assert all(torch.equal(before[k], after[k]) for k in before)
 
 
-def test_two_ranks_equal_one(tmp_path):
-    """Two gloo ranks on the CPU sample the same episodes as one process and take the same first step (1e-5)."""
-    words = ["train.py", "--config", "configs/tiny_frozenlake.py", "--algo=ppo", "--device=cpu", "--max_iters=1",
-             "--eval_every=1", "--eval_tasks=5", "--prompts_per_iter=3", "--group_size=3", "--filter_keep=0.7"]
+@pytest.mark.parametrize("more", [
+    ["--prompts_per_iter=3", "--group_size=3", "--filter_keep=0.7", "--eval_tasks=5", "--kl_coef=0.01"],
+    ["--prompts_per_iter=1", "--group_size=3", "--filter_keep=1", "--eval_tasks=1", "--rollout_batch=0", "--lora_rank=4"],
+], ids=["uneven", "empty_rank"])
+def test_two_ranks_equal_one(tmp_path, more):
+    """Two gloo ranks on the CPU sample the same episodes as one process and take the same first step (1e-5), with
+    uneven shares and with a rank that has no episode to play."""
+    words = ["train.py", "--config", "configs/tiny_frozenlake.py", "--algo=ppo", "--max_iters=1", "--eval_every=1", *more]
     results = []
     for ranks in (1, 2):
         out = tmp_path / str(ranks)
         done = subprocess.run([sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}",
-                               "--master_port=29511", *words, f"--out_dir={out}"], text=True, capture_output=True)
+                               "--standalone", *words, f"--out_dir={out}"], text=True, capture_output=True)
         assert done.returncode == 0, done.stderr[-3000:]
         assert f"{ranks} process(es) on cpu" in done.stdout
         results.append([json.loads(line) for line in open(out / "metrics.jsonl")])
@@ -325,3 +334,41 @@ def test_help_names_every_setting():
     """--help prints each setting with its default and meaning."""
     text = subprocess.run([sys.executable, "train.py", "--help"], text=True, capture_output=True).stdout
     assert all(f"    {f.name}: " in text for f in dataclasses.fields(Config))
+
+
+# ---------------------------------------------------------------------------------------------- sft.py
+
+def test_supervised_play_masks_the_noise():
+    """solver_only: exactly the solver's answers are trained, so no random move is ever a label; else all are."""
+    tokenizer = model.load_model("assets/tiny")[1]
+    chat = rollout.Chat(tokenizer, think=False)
+    for seed in range(20):
+        cfg = sft.SftConfig(solver_only=True)
+        clean, noisy = sft.play("Sokoban", 0.0, chat, cfg, seed), sft.play("Sokoban", 1.0, chat, cfg, seed)
+        assert clean.success and sum(noisy.loss_mask) == 0
+        every = sft.play("Sokoban", 1.0, chat, sft.SftConfig(), seed)
+        answers = [m["content"] for m in every.messages if m["role"] == "assistant"]
+        trained = tokenizer.decode([t for t, m in zip(every.tokens, every.loss_mask) if m])
+        assert "".join(a.removeprefix("<answer>") + "<|end|>" for a in answers) == trained
+
+
+def test_supervised_training_makes_a_model_that_loads(tmp_path):
+    """A few steps from nothing: the loss falls, and the folder's tokenizer is the one that was trained with. (In a
+    folder of type qwen2, AutoTokenizer would silently cut text in Qwen's way.)"""
+    cfg = sft.SftConfig(steps=12, batch=8, lr=1e-2, noise=0.3, solver_only=True, world_coef=0.1, out_dir=str(tmp_path))
+    losses = sft.main(cfg)
+    assert losses[-1] < 0.6 * losses[0]
+    tokenizer = model.load_model(str(tmp_path))[1]
+    pieces = [tokenizer.decode([i]) for i in tokenizer("x\n######\n#_O#_#\n#__XP#\n######\n10")["input_ids"]]
+    assert pieces == ["x", "\n######\n#", "_", "O", "#", "_", "#\n#", "_", "_", "X", "P", "#\n######", "\n", "10"]
+    text = "any text: \u00fc \u221a \u65e5\u672c \U0001f642 \x00"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_show(capsys):
+    """The episode is printed whole, trained tokens in green, fed ones plain."""
+    tokenizer = model.load_model("assets/tiny")[1]
+    episode = sft.play("Bandit", 0.0, rollout.Chat(tokenizer, think=False), sft.SftConfig(), 1)
+    rollout.show(episode, tokenizer)
+    out = capsys.readouterr().out
+    assert "<answer>\033[32mDragon</answer><|end|>\033[0m" in out and "success True" in out
