@@ -284,6 +284,8 @@ def load_causal_lm(path, dtype):
         lm = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError) as error:
         raise ModelError(f"model={path!r} could not be loaded as a causal LM: {error}") from None
+    for p in lm.parameters():
+        p.data = p.data.clone()     # they were views of the file: whoever rewrites it would rewrite the weights
     check_head(lm, path)
     return lm
 

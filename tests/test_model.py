@@ -5,6 +5,7 @@ rows, chunks: ATOL), by less than 1e-5 where weights were merged.
 """
 import json
 import math
+import pathlib
 import re
 
 import peft
@@ -397,3 +398,16 @@ def test_refuses_a_head_that_it_does_not_know(tmp_path, config):
     lm.save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     refused(tmp_path, r"transforms its logits.*model\.head")
+
+
+def test_weights_belong_to_the_process(folder):
+    """Whoever rewrites the model's file during a run must not change the run. The loaded tensors are views of the
+    file: a rewrite in place put the old weights back into a trained policy, without any error."""
+    policy, _ = model.load_model(folder)
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.add_(1.0)
+    before = [p.detach().clone() for p in policy.parameters()]
+    path = pathlib.Path(folder, "model.safetensors")
+    path.write_bytes(path.read_bytes())
+    assert all(torch.equal(p, q) for p, q in zip(policy.parameters(), before))

@@ -255,7 +255,7 @@ def test_messages():
         "Press a button.\n\n"
         "The meaning of each symbol is: x: you\n\n"
         "Your available actions are: Up, Win, Cut\n\n"
-        "You can take at most 7 actions in all, and at most 5 in a turn, separated by \"||\".\n\n"
+        "You have at most 4 turns and 7 actions in all, at most 5 in a turn, separated by \"||\".\n\n"
         "Turn 1:\nState:\nx\nYou have 7 actions left. Always output: <think> [your thoughts] </think> <answer> "
         "[your answer] </answer> with no extra text. Strictly follow this format. Max response length: 10 tokens.",
         "Reward: 0.25\n\n"
