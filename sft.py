@@ -158,6 +158,7 @@ def train_step(policy, episodes, cfg, device):
 
 def main(cfg):
     """Train and save; return each step's loss on the played tokens, nats."""
+    names, shares, noises = read_tasks(cfg.tasks, cfg.noise)
     set_threads()
     torch.manual_seed(cfg.seed)
     if not cfg.model:
@@ -167,7 +168,6 @@ def main(cfg):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     policy.to(device)
     chat = Chat(tokenizer, cfg.think)
-    names, shares, noises = read_tasks(cfg.tasks, cfg.noise)
     params = policy.policy_parameters()
     print(f"{sum(p.numel() for p in params):,} trainable weights, vocabulary {len(tokenizer)}")
     optimizer = torch.optim.AdamW(params, lr=cfg.lr, betas=(0.9, 0.98), weight_decay=0.01)
