@@ -431,7 +431,8 @@ def play_batch(policy, chat, make_env, episodes, cfg, temperature):
 
     rows = Rows(policy)
     hidden = rows.feed_ragged(prompts)                                          # one row per prompt
-    spread = [texts.index(game.message) for game in games]
+    number = {text: i for i, text in enumerate(texts)}
+    spread = [number[game.message] for game in games]
     rows.select(torch.tensor(spread, device=policy.device))                     # one row per episode
     hidden = hidden[spread]
     for game, i in zip(games, spread):

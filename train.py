@@ -237,7 +237,7 @@ def batch_arithmetic(cfg):
 # ---------------------------------------------------------------------------------------------- helpers
 
 def set_threads():
-    """Use every core: the launcher sets OMP_NUM_THREADS to 1, which halves a laptop's speed."""
+    """Use every core: the launcher sets OMP_NUM_THREADS to 1, which leaves the others idle."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 

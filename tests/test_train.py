@@ -302,7 +302,8 @@ def test_two_ranks_equal_one(tmp_path, more):
         results.append([json.loads(line) for line in open(out / "metrics.jsonl")])
     for one, two in zip(*results):
         for key in one:
-            if not key.endswith("_s"):
+            # no wall times; nor the evaluation after the step, which may turn rounding into another sampled token
+            if not key.endswith("_s") and not (key.startswith("eval/") and one["iter"]):
                 assert two[key] == pytest.approx(one[key], rel=1e-5, abs=1e-6), key
 
 
