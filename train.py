@@ -575,6 +575,7 @@ def main(cfg, notes=()):
         metrics = finish(metrics)
         bar.set_postfix_str(f"success {metrics['success']:.2f}, std {metrics['group_reward_std']:.2f}, "
                             f"entropy {metrics['entropy']:.2f}, {rollout_s + update_s:.1f} s")
+    accelerator.wait_for_everyone()     # no rank takes its connections away while another still writes
     accelerator.end_training()
     return metrics
 
