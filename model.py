@@ -5,6 +5,7 @@ One alignment rule: column t of every (B, T) tensor is about tokens[:, t]. Its l
 state before it, come from the hidden state at t - 1; column 0 is never trained.
 """
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -16,6 +17,8 @@ import pathlib
 import torch
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 CHUNK_ELEMENTS = 2 ** 25    # logits held at once (elements): 128 MB in float32, whatever the vocabulary
 
@@ -33,9 +36,10 @@ class ActorCritic(nn.Module):
 
     lm: a Hugging Face causal LM in float32, or a PeftModel around one (whose base may be bfloat16).
     critic, reference: whether to hold them. bf16: compute in bfloat16; trainable weights stay float32.
+    gradient_checkpointing: keep no activations of the layers, but compute them again in the backward pass.
     """
 
-    def __init__(self, lm, critic=False, reference=False, bf16=False):
+    def __init__(self, lm, critic=False, reference=False, bf16=False, gradient_checkpointing=False):
         super().__init__()
         self.peft = hasattr(lm, "peft_config")
         self.lm = lm
@@ -59,6 +63,11 @@ class ActorCritic(nn.Module):
                 p.requires_grad_("lora_" in name)       # add_adapter freezes the one that is not active
                 if p.requires_grad:
                     p.data = p.data.float()
+        self.checkpointed = [m for m in self.modules() if isinstance(m, GradientCheckpointingLayer)
+                             ] if gradient_checkpointing else []
+        for layer in self.checkpointed:
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = self.checkpoint
         self.use("policy")
         self.eval()
 
@@ -105,13 +114,60 @@ class ActorCritic(nn.Module):
         peft's own set_adapter would switch requires_grad off on the other adapter, and its gradient would
         silently be 0 inside one forward; so the two attributes that its layers read are set directly.
         """
+        self.role = role
         for layer in self.lora_layers if self.peft else ():
             layer._active_adapter = ["critic" if role == "critic" else "default"]
             layer._disable_adapters = role == "reference"
 
+    def checkpoint(self, function, *args):
+        """Run a function that is run again in the backward pass: under the role of now, whatever is used then."""
+        role = self.role
+
+        def run(*args):
+            before = self.role
+            self.use(role)
+            try:        # a recomputation is broken off as soon as it has what it needs
+                return function(*args)
+            finally:
+                self.use(before)
+        return checkpoint(run, *args, use_reentrant=False)
+
     def autocast(self):
         """bfloat16 compute on request, in this one place."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
+
+    @contextlib.contextmanager
+    def decoding(self):
+        """Set the policy up for many small steps without gradients, and put everything back at the end.
+
+        In float32 LoRA is merged into the weights meanwhile, so that it costs nothing; what is put back is the
+        tensor from before, so that nothing drifts. In bfloat16 the sum would round the adapter away: it stays
+        beside the weights. There the outermost autocast keeps its bfloat16 copies of weights for all the steps.
+        """
+        saved = [(layer, layer.get_base_layer().weight) for layer in self.lora_layers] if self.merges else []
+        saved = [(layer, weight, weight.data) for layer, weight in saved]
+        try:
+            for layer, weight, data in saved:
+                weight.data = data.clone()
+                layer.merge(adapter_names=["default"])
+            with self.autocast():
+                yield
+        finally:
+            for layer, weight, data in saved:
+                weight.data = data
+                layer.merged_adapters.clear()
+
+    @property
+    def merges(self):
+        return self.peft and not self.bf16 and self.causal_lm.dtype == torch.float32
+
+    @property
+    def can_fix_shapes(self):
+        """Whether decode steps of fixed shapes pay and are right: on a GPU, with layers of full attention alone."""
+        text = self.config.get_text_config()
+        full = set(getattr(text, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+        return self.device.type == "cuda" and full and not getattr(text, "sliding_window", None) and \
+            self.config._attn_implementation in ("sdpa", "eager")
 
     def hidden(self, tokens, attn_mask=None, positions=None, cache=None, lm=None):
         """Return the backbone's last hidden states (B, T, D); with a cache, extend it by these tokens.
@@ -130,7 +186,37 @@ class ActorCritic(nn.Module):
         with self.autocast():
             return head(lm or self.causal_lm, hidden)
 
-    def forward(self, tokens, loss_mask, last=None, *, temperature=1.0, roles=("policy",)):
+    def states(self, tokens, prefix=None, lm=None):
+        """Return last hidden states (B, S, D) and the column of tokens (B, S) that each is the state before.
+
+        Without a prefix these are all columns, 1 .. T. With one, each prompt is run once, its cache is handed to
+        the rows that begin with it, and the states are those from the prompt's last token on: the same states
+        and the same gradient, for the work of one prompt instead of many.
+        """
+        recompute = bool(self.checkpointed) and torch.is_grad_enabled()
+        if prefix is None or recompute:             # a layer that is run again in the backward pass keeps no cache
+            for layer in self.checkpointed:
+                layer.training = recompute          # what transformers asks; no dropout hangs on this module's flag
+            hidden = self.hidden(tokens, lm=lm)
+            for layer in self.checkpointed:
+                layer.training = False
+            return hidden, torch.arange(1, tokens.shape[1] + 1, device=tokens.device).expand_as(tokens)
+        at = torch.arange(-prefix.width, 0, device=tokens.device) + prefix.lengths[:, None]     # (G, P)
+        real = at >= 0                              # left-padded: what follows a prompt stands right beside it
+        at = at.clamp(min=0)
+        start = prefix.lengths[prefix.of][:, None]                                              # (B, 1)
+        columns = start + torch.arange(prefix.rest + 1, device=tokens.device)                   # (B, 1 + rest)
+        fed = columns[:, :-1].clamp(max=tokens.shape[1] - 1)
+        cache = DynamicCache()
+        prompts = self.hidden(tokens[prefix.rows].gather(1, at), real.long() if prefix.ragged else None, at, cache, lm)
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys[prefix.of], layer.values[prefix.of]
+        mask = torch.cat([real[prefix.of], torch.ones_like(fed, dtype=torch.bool)], 1).long() if prefix.ragged else None
+        rest = self.hidden(tokens.gather(1, fed), mask, fed, cache, lm)
+        return torch.cat([prompts[prefix.of, -1:], rest], 1), columns
+
+    def forward(self, tokens, loss_mask, last=None, *, temperature=1.0, roles=("policy",), prefix=None,
+                entropy=True):
         """Score sampled tokens under one or more roles in one pass each.
 
         tokens (B, T) int64, right-padded: causal attention never looks right, so padding needs no mask.
@@ -139,46 +225,49 @@ class ActorCritic(nn.Module):
         temperature: logits are divided by it, as in sampling: the loss is about the distribution that was
         sampled from.
         roles: of "policy", "reference", "critic".
+        prefix: a rollout.Prefix, the prompts that rows share; None runs every row as a whole.
+        entropy: whether the policy's is wanted.
         Returns a dict of float32 tensors, 0 off the mask: "logprobs" and "entropy" (B, T) for policy,
         "ref_logprobs" (B, T) for reference, "values" (B, T) and "bootstrap" (B,), the value after the last
         token, for critic.
         """
         out = {}
-        where = loss_mask[:, 1:]                                              # (B, T-1): hidden t-1 scores t
+        padded = nn.functional.pad(loss_mask, (0, 1))                         # no token stands after the last one
+        blank = torch.zeros(tokens.shape, device=tokens.device)
+        scatter = lambda x: blank.masked_scatter(loss_mask, x)                # (n,) -> (B, T), row by row
         for role in roles:
             self.use(role)
-            if role == "critic":
-                hidden = self.hidden(tokens, lm=self.critic)                  # (B, T, D)
-                values = self.value_head(hidden.float()).squeeze(-1)          # (B, T): after token t
-                out["values"] = nn.functional.pad(values[:, :-1] * where, (1, 0))
-                out["bootstrap"] = values.gather(1, last[:, None])[:, 0] if last is not None else None
-                continue
             lm = self.reference if role == "reference" and not self.peft else self.causal_lm
-            hidden = self.hidden(tokens, lm=lm.base_model)[:, :-1][where]     # (n, D), n scored tokens
-            logprobs, entropy = self.score(hidden, tokens[:, 1:][where], temperature, lm)
-            blank = torch.zeros(tokens.shape, device=tokens.device)
-            scatter = lambda x: blank.masked_scatter(loss_mask, x)            # (n,) -> (B, T), row by row
-            if role == "reference":
-                out["ref_logprobs"] = scatter(logprobs)
-            else:
-                out["logprobs"], out["entropy"] = scatter(logprobs), scatter(entropy)
+            states, columns = self.states(tokens, prefix, self.critic if role == "critic" else lm.base_model)
+            where = padded.gather(1, columns.clamp(max=tokens.shape[1]))      # (B, S): the state before a scored token
+            if role == "critic":
+                values = self.value_head(states.float()).squeeze(-1)          # (B, S)
+                out["values"] = scatter(values[where])
+                if last is not None:
+                    out["bootstrap"] = values.gather(1, last[:, None] + 1 - columns[:, :1])[:, 0]
+                continue
+            names = ["ref_logprobs"] if role == "reference" else ["logprobs", "entropy"] if entropy else ["logprobs"]
+            scores = self.score(states[where], tokens[loss_mask], temperature, lm, "entropy" in names)
+            out |= {name: scatter(x) for name, x in zip(names, scores)}
         self.use("policy")
         return out
 
-    def score(self, hidden, targets, temperature, lm):
-        """Return log-probs and entropies (n,) of targets (n,) from hidden (n, D), a chunk of logits at a time.
+    def score(self, hidden, targets, temperature, lm, entropy=True):
+        """Return log-probs (n,) of targets (n,) from hidden (n, D), and entropies, a chunk of logits at a time.
 
         With gradients, every chunk but a lone one is recomputed in the backward pass, so that the memory
         doesn't grow with n x V.
         """
         def chunk(h, y):
-            logp = torch.log_softmax(self.logits(h, lm) / temperature, dim=-1)          # (c, V)
-            return logp.gather(1, y[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+            logits = self.logits(h, lm)                                                 # (c, V)
+            logp = torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
+            picked = logp.gather(1, y[:, None])[:, 0]
+            return (picked, -(logp.exp() * logp).sum(-1)) if entropy else (picked,)
 
         size = max(1, CHUNK_ELEMENTS // self.config.get_text_config().vocab_size)
         if len(targets) <= size:
             return chunk(hidden, targets)
-        parts = [checkpoint(chunk, h, y, use_reentrant=False) if torch.is_grad_enabled() else chunk(h, y)
+        parts = [self.checkpoint(chunk, h, y) if torch.is_grad_enabled() else chunk(h, y)
                  for h, y in zip(hidden.split(size), targets.split(size))]
         return tuple(torch.cat(p) for p in zip(*parts))
 
@@ -216,7 +305,7 @@ def cache_argument(kind):
     return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
-def load_model(path, *, lora_rank=0, critic=False, reference=False, bf16=False):
+def load_model(path, *, lora_rank=0, critic=False, reference=False, bf16=False, gradient_checkpointing=False):
     """Load a policy and its tokenizer.
 
     path: a local folder or hub name of a causal LM, or a folder with a PEFT adapter (then that policy goes on:
@@ -259,7 +348,11 @@ def load_model(path, *, lora_rank=0, critic=False, reference=False, bf16=False):
         from peft import LoraConfig, get_peft_model
         lm = get_peft_model(lm, LoraConfig(r=lora_rank, lora_alpha=lora_rank, target_modules="all-linear",
                                            lora_dropout=0.0, task_type="CAUSAL_LM"))
-    return ActorCritic(lm, critic, reference, bf16), tokenizer
+    policy = ActorCritic(lm, critic, reference, bf16, gradient_checkpointing)
+    if gradient_checkpointing and not policy.checkpointed:
+        raise ModelError(f"model={path!r} ({lm.config.model_type}) has no layers that transformers can recompute. Set "
+                         f"gradient_checkpointing=False, and lower micro_batch_tokens if memory is short.")
+    return policy, tokenizer
 
 
 def load_causal_lm(path, dtype):
@@ -293,7 +386,6 @@ def load_causal_lm(path, dtype):
 @torch.no_grad()
 def check_head(lm, path):
     """Refuse a model whose logits are not head(hidden), or without a cache: its log-probs would be silently wrong."""
-    from transformers import DynamicCache
     lm.eval()
     ids = torch.arange(1, 9, device=lm.device)[None] % lm.config.get_text_config().vocab_size
     cache = DynamicCache()

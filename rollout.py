@@ -8,14 +8,17 @@ Read `collect` first. Legend: B rows, T tokens, K turns, V vocabulary.
 """
 
 import itertools
+import sys
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn as nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 SYSTEM = "You are a helpful assistant."
 FORMAT_PENALTY = -0.1       # once for a turn without a well-formed answer or with an unknown action (paper B.2)
+PATIENCE = 4                # decode steps of the whole batch that finished rows may waste before they are set aside
 VALIDATION_SEED = 123       # first validation task; training tasks have seeds of 2**63 and more
 
 # For a base model that brings no chat template: plain headings, every message closed by the eos token.
@@ -47,9 +50,25 @@ class Trajectory:
     #                                                 the end of the told budget is a real end, not a cut
 
     @property
+    def prompt_len(self):
+        """Tokens before the first trained one."""
+        return self.loss_mask.index(1)
+
+    @property
     def traj_return(self):
         """R(τ): the sum of the turns' rewards, undiscounted (Eq. 2)."""
         return float(sum(self.turn_rewards))
+
+
+@dataclass
+class Prefix:
+    """The prompts that rows of a Batch begin with alike, each to be run once (model.ActorCritic.states)."""
+    rows: torch.Tensor                  # (G,) int64, a row that begins with each prompt
+    of: torch.Tensor                    # (B,) int64, the prompt that each row begins with
+    lengths: torch.Tensor               # (G,) int64, tokens of each prompt
+    width: int                          # tokens of the longest prompt
+    rest: int                           # tokens of the longest remainder
+    ragged: bool                        # whether the prompts differ in length
 
 
 @dataclass
@@ -63,6 +82,7 @@ class Batch:
     turn_rewards: torch.Tensor          # (B, K) reward of each turn
     truncated: torch.Tensor             # (B,) bool: the value after the last token is bootstrapped
     index: torch.Tensor                 # (B,) int64, row's number in the list the batch was made from
+    prefix: Prefix | None = None        # where rows share prompts
     # filled in by train.py, in this order, where the algorithm needs them; all (B, T)
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
@@ -71,8 +91,8 @@ class Batch:
     returns: torch.Tensor | None = None
 
 
-def make_batch(trajectories, index, device):
-    """Stack trajectories[i] for i in index as a Batch on a device."""
+def make_batch(trajectories, index, device, share_prefix=False):
+    """Stack trajectories[i] for i in index as a Batch on a device; share_prefix: find the prompts they share."""
     rows = [trajectories[i] for i in index]
     longest, turns = max(len(r.tokens) for r in rows), max(len(r.turn_rewards) for r in rows)
 
@@ -88,7 +108,23 @@ def make_batch(trajectories, index, device):
         turn_rewards=pad("turn_rewards", np.float32, turns),
         last=torch.tensor([len(r.tokens) - 1 for r in rows], device=device),
         truncated=torch.tensor([r.truncated for r in rows], device=device),
-        index=torch.tensor(list(index), device=device))
+        index=torch.tensor(list(index), device=device),
+        prefix=shared_prefix(rows, device) if share_prefix else None)
+
+
+def shared_prefix(rows, device):
+    """Find the prompts that rows (list of Trajectory) begin with alike: a Prefix; None where no two do."""
+    prompts = [tuple(t.tokens[:t.prompt_len]) for t in rows]
+    first = {}          # prompt -> the first row that begins with it
+    for i, prompt in enumerate(prompts):
+        first.setdefault(prompt, i)
+    if len(first) == len(rows):
+        return None
+    number, lengths = {prompt: g for g, prompt in enumerate(first)}, [len(prompt) for prompt in first]
+    return Prefix(rows=torch.tensor(list(first.values()), device=device),
+                  of=torch.tensor([number[prompt] for prompt in prompts], device=device),
+                  lengths=torch.tensor(lengths, device=device), width=max(lengths),
+                  rest=max(len(t.tokens) - t.prompt_len for t in rows), ragged=min(lengths) < max(lengths))
 
 
 # ---------------------------------------------------------------------------------------------- seeds
@@ -273,26 +309,38 @@ class RoomyLayer(DynamicLayer):
 
     `keys` and `values` stay what transformers expects, (B, heads, seen, dim): views of a larger buffer.
     """
-    ROOM = 128      # columns added when the buffer is full
+    ROOM = 128          # columns added when the buffer is full
+    column = None       # set by FixedStep: write there, and return the whole buffer
 
     def update(self, key_states, value_states, *args, **kwargs):
+        if self.column is not None:
+            for buffer, x in zip(self.buffers, (key_states, value_states)):
+                buffer.index_copy_(2, self.column, x)
+            return self.buffers
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
             self.buffers = (self.keys, self.values)
         seen, new = self.keys.shape[2], key_states.shape[2]
         if self.buffers[0].shape[2] < seen + new:
-            self.buffers = tuple(self.grow(x, seen + new) for x in (self.keys, self.values))
+            self.reserve(new + self.ROOM)
         for buffer, x in zip(self.buffers, (key_states, value_states)):
             buffer[:, :, seen:seen + new] = x
-        self.keys, self.values = (b[:, :, :seen + new] for b in self.buffers)
+        self.show(seen + new)
         return self.keys, self.values
 
-    def grow(self, x, size):
-        b, h, n, d = x.shape
-        out = x.new_empty(b, h, size + self.ROOM, d)
-        out[:, :, :n] = x
-        return out
+    def reserve(self, columns):
+        """Make room for so many columns more."""
+        seen = self.keys.shape[2]
+        size = list(self.keys.shape)
+        size[2] = -(-(seen + columns) // 64) * 64       # few widths, so that freed memory fits again
+        old, self.buffers = (self.keys, self.values), tuple(x.new_zeros(size) for x in (self.keys, self.values))
+        for buffer, x in zip(self.buffers, old):
+            buffer[:, :, :seen] = x
+        self.show(seen)
+
+    def show(self, seen):
+        self.keys, self.values = (b[:, :, :seen] for b in self.buffers)
 
     def rearrange(self, rows, columns):
         """Keep `rows` (index or None = all), then gather `columns` (B, W) of each (None = all)."""
@@ -316,12 +364,15 @@ class Rows:
         self.policy = policy
         self.cache = Cache(layer_class_to_replicate=RoomyLayer)
         self.mask = None        # (B, columns) int64, 1 where the cache holds a real token
+        self.lengths = 0        # (B,) int64, real tokens of each row
 
     def feed(self, ids, mask):
         """Run ids (B, M) where mask (B, M) is 1 through the model; return the last hidden states (B, M, D)."""
         self.mask = mask if self.mask is None else torch.cat([self.mask, mask], 1)
-        positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
-        return self.policy.hidden(ids, self.mask, positions, self.cache)
+        real = mask.cumsum(1)
+        positions = (real + self.lengths[:, None] if torch.is_tensor(self.lengths) else real) - 1
+        self.lengths = self.lengths + real[:, -1]
+        return self.policy.hidden(ids, self.mask, positions.clamp(min=0), self.cache)
 
     def feed_ragged(self, lists):
         """Feed lists of ids of unequal length; return the hidden state after each row's last one, (B, D)."""
@@ -337,9 +388,8 @@ class Rows:
 
     def align(self):
         """Right-align every row."""
-        lengths = self.mask.sum(1)
-        width = int(lengths.max())
-        if int(lengths.min()) == self.mask.shape[1]:
+        width = int(self.lengths.max())
+        if int(self.lengths.min()) == self.mask.shape[1]:
             return      # no padding and no hole anywhere
         columns = torch.argsort(self.mask, dim=1, stable=True)[:, -width:]       # padding first, order kept
         self.rearrange(None, columns)
@@ -348,11 +398,97 @@ class Rows:
     def select(self, rows):
         """Keep (or repeat) rows, an int64 index."""
         self.rearrange(rows, None)
-        self.mask = self.mask[rows]
+        self.mask, self.lengths = self.mask[rows], self.lengths[rows]
 
     def rearrange(self, rows, columns):
         for layer in self.cache.layers:
             layer.rearrange(rows, columns)
+
+    def part(self, rows):
+        """Return a copy of some rows."""
+        other = Rows(self.policy)
+        for layer in self.cache.layers:
+            copied = RoomyLayer()
+            copied.lazy_initialization(layer.keys, layer.values)
+            copied.keys, copied.values = layer.keys, layer.values
+            other.cache.layers.append(copied)
+        other.mask, other.lengths = self.mask, self.lengths
+        other.select(rows)
+        return other
+
+    def join(self, parts, order):
+        """Put parts (list of Rows) behind these rows, right-aligned, then bring all into an order, an index."""
+        all_rows = [self, *parts]
+        width = max(r.mask.shape[1] for r in all_rows)
+        pad = lambda x, dim: nn.functional.pad(x, [0, 0] * (x.dim() - 1 - dim) + [width - x.shape[dim], 0])
+        self.mask = torch.cat([pad(r.mask, 1) for r in all_rows])[order]
+        self.lengths = torch.cat([r.lengths for r in all_rows])[order]
+        for layer, *others in zip(*(r.cache.layers for r in all_rows)):
+            layer.keys, layer.values = (torch.cat([pad(getattr(x, name), 2) for x in (layer, *others)])[order]
+                                        for name in ("keys", "values"))
+            layer.buffers = (layer.keys, layer.values)
+
+
+class FixedStep:
+    """A decode step whose shapes never change, so that a GPU can replay it as one CUDA graph.
+
+    Without it a GPU waits for Python to launch some hundred kernels for every token. The step writes to a column
+    that a tensor names, and attends the whole buffer under a mask. Only for layers of full attention.
+    """
+    WARM_UP = 3         # steps before the capture: libraries set themselves up in the first ones
+
+    def __init__(self, rows, steps):
+        self.rows, self.graph, self.done = rows, None, 0
+        device, (b, seen) = rows.mask.device, rows.mask.shape
+        self.column = torch.tensor([seen], device=device)
+        for layer in rows.cache.layers:
+            layer.reserve(steps)
+            layer.column = self.column
+        width = rows.cache.layers[0].buffers[0].shape[2]
+        dtype = torch.bfloat16 if rows.policy.bf16 else torch.float32
+        self.off = torch.full((b, 1, 1, 1), torch.finfo(dtype).min, dtype=dtype, device=device)
+        self.mask = self.off.repeat(1, 1, 1, width)         # (B, 1, 1, W), added to the scores: 0 or the least number
+        self.mask[:, 0, 0, :seen].masked_fill_(rows.mask.bool(), 0)
+        self.token = torch.zeros(b, 1, dtype=torch.long, device=device)
+        self.alive = torch.ones(b, dtype=torch.bool, device=device)
+        self.position = rows.lengths[:, None].clone()       # (B, 1)
+        self.lived = []
+
+    def feed(self, token, alive):
+        """Run token (B,) of the rows that are alive (B,) through the model; return hidden states (B, D)."""
+        self.token.copy_(token[:, None])
+        self.alive.copy_(alive)
+        self.lived.append(alive)
+        if self.graph is None and self.done == self.WARM_UP and token.is_cuda:
+            self.graph = self.capture()
+        self.graph.replay() if self.graph else self.step()
+        self.done += 1
+        return self.hidden
+
+    def step(self):
+        self.mask.index_copy_(3, self.column, self.off.masked_fill(self.alive[:, None, None, None], 0))
+        self.hidden = self.rows.policy.hidden(self.token, self.mask, self.position, self.rows.cache)[:, 0]
+        self.column += 1
+        self.position += self.alive[:, None]
+
+    def capture(self):
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):       # recorded, not run
+                self.step()
+            return graph
+        except RuntimeError as error:
+            print(f"note: the decode step can't be captured as a CUDA graph, decoding goes on without: {error}",
+                  file=sys.stderr)
+            FixedStep.WARM_UP = None        # not tried again
+
+    def close(self):
+        """Hand the rows back as a cache of seen columns."""
+        for layer in self.rows.cache.layers:
+            layer.column = None
+            layer.show(self.rows.mask.shape[1] + self.done)
+        self.rows.mask = torch.cat([self.rows.mask, *(x[:, None].long() for x in self.lived)], 1)
+        self.rows.lengths = self.position[:, 0]
 
 
 # ---------------------------------------------------------------------------------------------- sampling
@@ -367,35 +503,55 @@ def draw(logits, uniforms, temperature):
     if temperature == 0:
         logp = torch.log_softmax(logits, -1)
         return logp.argmax(-1), logp.amax(-1)
-    logits = logits / temperature
-    probs = torch.softmax(logits, -1)
-    cdf = probs.double().cumsum(-1)
+    probs = torch.softmax(logits / temperature, -1)
+    cdf = probs.cumsum(-1, dtype=torch.float64)
     token = torch.searchsorted(cdf, uniforms.double()[:, None] * cdf[:, -1:], right=True)
-    logp = logits.gather(1, token) - logits.logsumexp(-1, keepdim=True)
-    return token[:, 0], logp[:, 0]
+    return token[:, 0], probs.gather(1, token)[:, 0].log()
 
 
-def sample_turn(rows, hidden, uniforms, limit, stop_ids, temperature):
+def sample_turn(rows, hidden, uniforms, limit, stop_ids, temperature, fixed=False):
     """Sample one response per row, token by token, all rows at once.
 
     hidden (B, D): the state after the last fed token. uniforms (B, M), limit (B,): most tokens for each row.
+    fixed: decode in steps of fixed shapes (FixedStep), with all rows to the end. Else rows that have finished
+    are set aside as soon as they have wasted PATIENCE steps of the whole batch, and put back at the end.
     Returns (tokens (B, n), logprobs (B, n), lengths (B,)) on the CPU. A row's last token, its stop token as a
     rule, is not in the cache yet: it is fed with the next observation, which saves a forward pass.
     """
-    device = hidden.device
+    device, (b, most) = hidden.device, uniforms.shape
     stops = torch.tensor(stop_ids, device=device)
-    alive = torch.ones(len(hidden), dtype=torch.bool, device=device)
-    tokens, logprobs, lived = [], [], []
-    for k in range(uniforms.shape[1]):
-        token, logp = draw(rows.policy.logits(hidden), uniforms[:, k], temperature)
-        tokens.append(token), logprobs.append(logp), lived.append(alive)
-        alive = alive & ~torch.isin(token, stops) & (limit > k + 1)
-        # asking for `any` makes a GPU wait; every eighth token is often enough there
-        if (device.type == "cpu" or k % 8 == 7) and not alive.any() or k + 1 == uniforms.shape[1]:
+    tokens = torch.zeros(b, most, dtype=torch.long, device=device)
+    logprobs, lengths = torch.zeros(b, most, device=device), torch.zeros(b, dtype=torch.long, device=device)
+    flight = torch.arange(b, device=device)         # the rows in flight; the others lie in `aside`
+    alive = torch.ones(b, dtype=torch.bool, device=device)
+    aside, gone, wasted = [], [], 0
+    step = FixedStep(rows, most) if fixed else None
+    for k in range(most):
+        token, logp = draw(rows.policy.logits(hidden), uniforms[flight, k], temperature)
+        tokens[flight, k], logprobs[flight, k] = token, logp
+        lengths[flight] += alive
+        alive = alive & ~torch.isin(token, stops) & (limit[flight] > k + 1)
+        if k + 1 == most:
             break
-        hidden = rows.feed(token[:, None], alive.long()[:, None])[:, 0]
+        if device.type == "cpu" or k % 8 == 7:      # asking makes a GPU wait: every eighth token is often enough
+            finished = len(alive) - int(alive.sum())
+            wasted += finished
+            if finished == len(alive):
+                break
+            if not fixed and wasted >= PATIENCE * len(alive):
+                aside.append(rows.part(~alive))
+                gone.append(flight[~alive])
+                rows.select(alive)
+                token, flight, wasted = token[alive], flight[alive], 0
+                alive = alive[alive]
+        hidden = step.feed(token, alive) if fixed else rows.feed(token[:, None], alive.long()[:, None])[:, 0]
+    if fixed:
+        step.close()
+    if aside:
+        rows.join(aside, torch.cat([flight, *gone]).argsort())
     rows.align()
-    return (torch.stack(tokens, 1).cpu(), torch.stack(logprobs, 1).cpu(), torch.stack(lived, 1).sum(1).cpu())
+    n = k + 1
+    return tokens[:, :n].cpu(), logprobs[:, :n].cpu(), lengths.cpu()
 
 
 # ---------------------------------------------------------------------------------------------- episodes
@@ -415,8 +571,9 @@ def collect(policy, chat, make_env, episodes, cfg, temperature):
         raise ContextError(f"max_context={cfg.max_context} is more than the {policy.max_positions} positions that the "
                            f"model has. Lower max_context.")
     size = cfg.rollout_batch or max(1, len(episodes))      # a rank may have no episode at all
-    return [t for i in range(0, len(episodes), size)
-            for t in play_batch(policy, chat, make_env, episodes[i:i + size], cfg, temperature)]
+    with policy.decoding():
+        return [t for i in range(0, len(episodes), size)
+                for t in play_batch(policy, chat, make_env, episodes[i:i + size], cfg, temperature)]
 
 
 def play_batch(policy, chat, make_env, episodes, cfg, temperature):
@@ -442,7 +599,7 @@ def play_batch(policy, chat, make_env, episodes, cfg, temperature):
     for turn in range(cfg.max_turns):
         limit = torch.tensor([cfg.max_context - len(games[i].traj.tokens) for i in live], device=policy.device)
         at = torch.tensor(live, device=policy.device)
-        sampled = sample_turn(rows, hidden, noise[at, turn], limit, chat.stop_ids, temperature)
+        sampled = sample_turn(rows, hidden, noise[at, turn], limit, chat.stop_ids, temperature, policy.can_fix_shapes)
         for i, ids, logps, n in zip(live, *(x.tolist() for x in sampled)):
             games[i].respond(chat, ids[:n], logps[:n])
         going = [r for r, i in enumerate(live) if not games[i].over]

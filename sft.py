@@ -148,7 +148,7 @@ def train_step(policy, episodes, cfg, device):
         real = torch.arange(batch.tokens.shape[1], device=device) <= batch.last[:, None]
         real[:, 0] = False
         scored = real if cfg.world_coef else batch.loss_mask
-        logprobs = policy(batch.tokens, scored)["logprobs"]
+        logprobs = policy(batch.tokens, scored, entropy=False)["logprobs"]
         played = -logprobs[batch.loss_mask].sum() / num_played
         world = -logprobs[scored & ~batch.loss_mask].sum() / num_world
         (played + cfg.world_coef * world).backward()

@@ -91,6 +91,8 @@ class Config:
     update_batch: int = 32              # E, episodes per optimizer step, over all ranks
     updates_per_rollout: int = 1        # passes over the kept episodes (Online-k, 1 .. 4)
     micro_batch_tokens: int = 16384     # padded tokens per forward pass (memory only; the result is the same)
+    share_prefix: bool = True           # run a prompt once for all its episodes (speed only); False = every row whole
+    gradient_checkpointing: bool = False    # compute activations twice: less memory, slower, no share_prefix
     grad_clip: float = 1.0              # norm, policy and critic apart
     weight_decay: float = 0.01          # AdamW
 
@@ -217,6 +219,8 @@ def check_config(cfg, typed=(), filed=()):
         unused["kl_kind"] = "algo='ppo' puts the KL (k1) into the reward"
     elif cfg.kl_coef == 0:
         unused["kl_kind"] = "kl_coef is 0"
+    if cfg.gradient_checkpointing:
+        unused["share_prefix"] = "gradient_checkpointing runs every row whole"
     for name in sorted(set(unused) & set(typed)):
         raise UserError(f"--{name} would have no effect: {unused[name]}")
     return [f"note: {name} from the config file has no effect: {unused[name]}"
@@ -256,16 +260,39 @@ def gather(items, accelerator):
     return gather_object(items)
 
 
-def micro_batches(trajectories, rows, budget):
-    """Split row numbers into runs of similar length whose padded size is at most `budget` tokens (or one row)."""
-    out = []
-    for i in sorted(rows, key=lambda i: len(trajectories[i].tokens)):
-        width = len(trajectories[i].tokens)         # the longest so far: rows come sorted
-        if out and (len(out[-1]) + 1) * width <= budget:
-            out[-1].append(i)
-        else:
-            out.append([i])
-    return out
+def micro_batches(trajectories, rows, budget, share_prefix=False):
+    """Split row numbers into runs whose padded size is at most `budget` tokens (or one row).
+
+    share_prefix: a prompt counts once for all the rows of a run. Runs of similar length waste the least padding,
+    runs of whole groups the fewest prompts: the split with the fewest tokens in all is taken.
+    """
+    lead = {i: trajectories[i].prompt_len if share_prefix else 0 for i in rows}
+    rest = {i: len(trajectories[i].tokens) - lead[i] for i in rows}
+    texts = {i: tuple(trajectories[i].tokens[:lead[i]]) for i in rows}
+    number = {text: n for n, text in enumerate(dict.fromkeys(texts.values()))}
+    prompt = {i: number[texts[i]] for i in rows}
+    longest = {}        # prompt -> the longest remainder of its rows
+    for i in rows:
+        longest[prompt[i]] = max(longest.get(prompt[i], 0), rest[i])
+
+    def split(order):
+        runs, sizes = [], []
+        for i in order:
+            if runs:
+                grown = prompts | {prompt[i]}, max(width, lead[i]), max(tail, rest[i])
+                size = len(grown[0]) * grown[1] + (len(runs[-1]) + 1) * grown[2]
+            if runs and size <= budget:
+                runs[-1].append(i)
+                sizes[-1], (prompts, width, tail) = size, grown
+            else:
+                runs.append([i])
+                prompts, width, tail = {prompt[i]}, lead[i], rest[i]
+                sizes.append(width + tail)
+        return sum(sizes), runs
+
+    by_length = split(sorted(rows, key=rest.get))
+    by_group = split(sorted(rows, key=lambda i: (longest[prompt[i]], prompt[i], rest[i])))
+    return min(by_length, by_group, key=lambda x: x[0])[1]
 
 
 def baselines(make_env, cfg):
@@ -348,11 +375,12 @@ class Stats:
 
 def split_steps(trajectories, kept, cfg, accelerator, device):
     """Cut the kept episodes (row numbers, whole groups in order) into update batches, and those over ranks."""
+    shared = cfg.share_prefix and not cfg.gradient_checkpointing
     steps = []
     for i in range(0, len(kept), cfg.update_batch):
         rows = kept[i:i + cfg.update_batch]
-        mine = micro_batches(trajectories, share(rows, accelerator), cfg.micro_batch_tokens)
-        steps.append(Step([make_batch(trajectories, m, device) for m in mine],
+        mine = micro_batches(trajectories, share(rows, accelerator), cfg.micro_batch_tokens, shared)
+        steps.append(Step([make_batch(trajectories, m, device, shared) for m in mine],
                           sum(sum(trajectories[j].loss_mask) for j in rows), len(rows)))
     return steps
 
@@ -368,7 +396,8 @@ def prepare(model, steps, scores, cfg, accelerator):
     roles = ["policy"] * (many or bool(ppo and cfg.kl_coef)) + ["reference"] * (cfg.kl_coef > 0) + ["critic"] * ppo
     for step in steps:
         for b in step.batches:
-            out = model(b.tokens, b.loss_mask, b.last, temperature=cfg.temperature, roles=roles) if roles else {}
+            out = model(b.tokens, b.loss_mask, b.last, temperature=cfg.temperature, roles=roles,
+                        prefix=b.prefix, entropy=False) if roles else {}
             b.old_logprobs, b.ref_logprobs = out.get("logprobs"), out.get("ref_logprobs")
             if not ppo:
                 b.advantages = starpo.group_advantages(scores[b.index.cpu()].to(b.tokens.device), b.loss_mask)
@@ -398,7 +427,7 @@ def update(model, optimizer, step, cfg, accelerator, stats):
     policy = accelerator.unwrap_model(model)
     for b in step.batches:
         with accelerator.no_sync(model):        # ranks may hold unequal numbers of micro-batches
-            out = model(b.tokens, b.loss_mask, b.last, temperature=cfg.temperature,
+            out = model(b.tokens, b.loss_mask, b.last, temperature=cfg.temperature, prefix=b.prefix,
                         roles=("policy",) if b.returns is None else ("policy", "critic"))
             old = b.old_logprobs if b.old_logprobs is not None else out["logprobs"].detach()
             weights = starpo.loss_weights(b.loss_mask, cfg.loss_divisor, step.num_tokens, step.num_rows,
@@ -492,7 +521,8 @@ def main(cfg, notes=()):
     group_algo = cfg.algo != "ppo"
     torch.manual_seed(cfg.seed)     # LoRA's first weights; nothing else draws from the global generator
     policy, tokenizer = load_model(cfg.model, lora_rank=cfg.lora_rank, critic=not group_algo,
-                                   reference=cfg.kl_coef > 0, bf16=device.type == "cuda")
+                                   reference=cfg.kl_coef > 0, bf16=device.type == "cuda",
+                                   gradient_checkpointing=cfg.gradient_checkpointing)
     policy.to(device)
     eos = policy.causal_lm.generation_config.eos_token_id
     try:

@@ -30,8 +30,8 @@ def trajectories():
     return play(*make_policy("qwen2"), EPISODES)
 
 
-def score(policy, batch, roles=("policy",), temperature=1.0):
-    return policy(batch.tokens, batch.loss_mask, batch.last, temperature=temperature, roles=roles)
+def score(policy, batch, roles=("policy",), temperature=1.0, prefix=None):
+    return policy(batch.tokens, batch.loss_mask, batch.last, temperature=temperature, roles=roles, prefix=prefix)
 
 
 def stir(policy, seed=1, scale=0.3):
@@ -126,6 +126,94 @@ def test_chunks_change_nothing(monkeypatch):
         assert_close(chunked_gradients[n], g, 1e-5 * max(1.0, g.abs().max().item()))
     with torch.no_grad():
         assert_close(score(policy, batch, temperature=0.7)["logprobs"], whole["logprobs"].detach())
+
+
+def gradients(policy, batch, **kwargs):
+    """Outputs under every role of the policy, and the gradient of a loss on policy and critic."""
+    policy.zero_grad()
+    roles = ["policy"] + ["critic"] * (policy.value_head is not None)
+    out = policy(batch.tokens, batch.loss_mask, batch.last, temperature=0.7, roles=roles, **kwargs)
+    loss = sum((x.where(batch.loss_mask, 0.0) if x.dim() == 2 else x).sum() * k for k, x in enumerate(out.values(), 1))
+    loss.backward()
+    return out, torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("rows", [range(9), [0, 1, 3, 4, 5], [8, 3, 7]], ids=["groups", "uneven", "mixed"])
+@pytest.mark.parametrize("make, name", [(model.ActorCritic, n) for n in ARCHITECTURES] + [(None, "qwen2"), (None, "gemma3")])
+def test_shared_prefix_is_the_plain_path(make, name, rows):
+    """A prompt run once for its rows gives the loss and the gradient (relative 1e-5) of every row run whole: with
+    prompts of unequal length, sliding windows, one row without a twin, LoRA, the critic and its bootstrap."""
+    batch = rollout.make_batch(trajectories(), rows, "cpu", share_prefix=True)
+    assert batch.prefix.ragged and len(batch.prefix.rows) == 2        # two of the three tasks open with the same text
+    policy = stir(make(make_lm(name), critic=True)) if make else make_lora(name, critic=True)
+    out, gradient = gradients(policy, batch, prefix=batch.prefix)
+    plain, plain_gradient = gradients(policy, batch)
+    assert out.keys() == plain.keys() and "bootstrap" in out
+    for key in plain:
+        assert_close(out[key], plain[key], 1e-5)
+    assert gradient.shape == plain_gradient.shape
+    assert (gradient - plain_gradient).norm() < 1e-5 * plain_gradient.norm()
+
+
+def test_shared_prefix_runs_each_prompt_once(monkeypatch):
+    """What the backbone is fed: two prompts, then nine remainders; so the saving is real."""
+    batch = rollout.make_batch(trajectories(), range(9), "cpu", share_prefix=True)
+    fed, policy = [], model.ActorCritic(make_lm())
+    real = policy.hidden
+    policy.hidden = lambda tokens, *args, **kwargs: fed.append(tuple(tokens.shape)) or real(tokens, *args, **kwargs)
+    score(policy, batch, prefix=batch.prefix)
+    assert fed == [(2, batch.prefix.width), (9, batch.prefix.rest)]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_gradient_checkpointing_changes_nothing(lora):
+    """Same outputs and gradients; the layers run again in the backward pass, and the shared prefix, whose cache would
+    be lost in that, steps aside."""
+    batch = rollout.make_batch(trajectories(), range(9), "cpu", share_prefix=True)
+    make = lambda **kw: make_lora(critic=True, **kw) if lora else stir(model.ActorCritic(make_lm(), critic=True, **kw))
+    plain, plain_gradient = gradients(make(), batch)
+    policy = make(gradient_checkpointing=True)
+    calls = []
+    policy.causal_lm.model.layers[1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    out, gradient = gradients(policy, batch, prefix=batch.prefix)
+    assert len(calls) == (4 if lora else 2)         # forward and again; with LoRA the critic's pass as well
+    for key in plain:
+        assert_close(out[key], plain[key])
+    assert (gradient - plain_gradient).norm() < 1e-5 * plain_gradient.norm()
+    before = len(calls)
+    with torch.no_grad():
+        score(policy, batch, prefix=batch.prefix)   # nothing to recompute: the prefix is shared
+    assert len(calls) == before + 2
+
+
+def test_merged_decoding(monkeypatch):
+    """LoRA in the weights: the same states as beside them; afterwards the very tensors from before, bit for bit."""
+    tokens = torch.arange(30)[None] + 5
+    policy = make_lora("gpt2")      # GPT-2's Conv1D holds its weights the other way round
+    with torch.no_grad():
+        beside = policy.hidden(tokens)
+        bare = {n: (p.data_ptr(), p.clone()) for n, p in policy.named_parameters()}
+        for _ in range(20):
+            with policy.decoding():
+                merged = policy.hidden(tokens)
+                assert all(layer.merged for layer in policy.lora_layers)
+        with pytest.raises(ZeroDivisionError), policy.decoding():
+            1 / 0                   # nothing stays merged after an error either
+        policy.use("reference")
+        assert (policy.hidden(tokens) - beside).abs().max() > 0.1       # the adapter matters
+        policy.use("policy")
+    assert_close(merged, beside, 1e-5)
+    for n, p in policy.named_parameters():
+        assert p.data_ptr() == bare[n][0] and torch.equal(p, bare[n][1]), n
+    assert not any(layer.merged for layer in policy.lora_layers)
+    assert_close(policy.hidden(tokens), beside, 0)
+
+
+def test_bf16_does_not_merge(folder):
+    """A bf16 base with an fp32 adapter stays as it is: the sum would round the adapter away."""
+    policy, _ = model.load_model(folder, lora_rank=4, bf16=True)
+    with policy.decoding():
+        assert not any(layer.merged for layer in policy.lora_layers)
 
 
 @pytest.mark.parametrize("make", [lambda **kw: model.ActorCritic(make_lm(), **kw), lambda **kw: make_lora(**kw)],

@@ -106,6 +106,60 @@ def test_fast_decoding_is_slow_decoding(monkeypatch):
         assert dataclasses.replace(fast, logprobs=slow.logprobs) == slow
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_rows_set_aside_come_back(monkeypatch, name):
+    """Rows that have finished leave the batch within the turn and return for the next: the same episodes."""
+    policy, chat = make_policy(name)
+    monkeypatch.setattr(rollout, "PATIENCE", 1000)
+    whole, joined = play(policy, chat, EPISODES), []
+    monkeypatch.setattr(rollout, "PATIENCE", 0.3)
+    real = rollout.Rows.join
+    monkeypatch.setattr(rollout.Rows, "join", lambda self, parts, order: joined.append(len(parts)) or real(self, parts, order))
+    apart = play(policy, chat, EPISODES)
+    assert len(joined) > 1 and max(joined) > 2
+    for a, b in zip(whole, apart):
+        torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=1e-5, rtol=0)
+        assert dataclasses.replace(a, logprobs=b.logprobs) == b
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama", "gpt2"])
+def test_steps_of_fixed_shapes(monkeypatch, name):
+    """FixedStep, which a GPU replays as one graph, samples the same episodes; here its steps run one by one."""
+    policy, chat = make_policy(name)
+    whole, steps = play(policy, chat, EPISODES), []
+    monkeypatch.setattr(model.ActorCritic, "can_fix_shapes", True)
+    real = rollout.FixedStep.step
+    monkeypatch.setattr(rollout.FixedStep, "step", lambda self: steps.append(self.mask.shape[3]) or real(self))
+    fixed = play(policy, chat, EPISODES)
+    assert len(steps) > 20 and len(set(steps)) < 5      # few widths
+    for a, b in zip(whole, fixed):
+        torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=1e-5, rtol=0)
+        assert dataclasses.replace(a, logprobs=b.logprobs) == b
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: there the decode step is a CUDA graph")
+@pytest.mark.parametrize("capture", [True, False])
+def test_captured_decoding_on_cuda(monkeypatch, capsys, capture):
+    """The captured step samples what the uncaptured one does, in float32; where it can't be captured, a note says so."""
+    policy, chat = make_policy("qwen2")
+    policy.to("cuda")
+    assert policy.can_fix_shapes
+    replays = []
+    if capture:
+        real = torch.cuda.CUDAGraph.replay
+        monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda self: replays.append(1) or real(self))
+    else:
+        def fail(*args, **kwargs):
+            raise RuntimeError("no graphs today")
+        monkeypatch.setattr(torch.cuda, "graph", fail)
+    monkeypatch.setattr(rollout.FixedStep, "WARM_UP", 3)
+    fixed = play(policy, chat, EPISODES)
+    assert bool(replays) == capture and ("no graphs today" in capsys.readouterr().err) != capture
+    monkeypatch.setattr(model.ActorCritic, "can_fix_shapes", False)
+    for a, b in zip(fixed, play(policy, chat, EPISODES)):
+        assert a.tokens == b.tokens
+
+
 # Chat templates. Each row: template, tokenizer, first prompt and what lies between two responses ({} = the
 # user's text, without the prefill), the token that closes a turn.
 
@@ -502,6 +556,17 @@ def test_draw_temperature_zero():
 
 
 # Batches
+
+def test_shared_prefix():
+    """By hand: rows 0 and 2 begin with [5, 6], row 1 with [5]; the trained tokens never belong to a prompt."""
+    def episode(*tokens, prompt):
+        return rollout.Trajectory(tokens=list(tokens), loss_mask=[0] * prompt + [1] * (len(tokens) - prompt))
+    rows = [episode(5, 6, 7, prompt=2), episode(5, 6, 7, 8, prompt=1), episode(5, 6, 6, prompt=2)]
+    prefix = rollout.shared_prefix(rows, "cpu")
+    assert (prefix.rows.tolist(), prefix.of.tolist(), prefix.lengths.tolist()) == ([0, 1], [0, 1, 0], [2, 1])
+    assert (prefix.width, prefix.rest, prefix.ragged) == (2, 3, True)
+    assert rollout.shared_prefix(rows[:2], "cpu") is None       # nobody shares: nothing to gain
+
 
 def test_make_batch():
     """Every field by hand for two episodes of unequal length and turns; padding is known from lengths alone."""

@@ -18,7 +18,8 @@ import rollout
 import sft
 import starpo
 import train
-from train import Config, UserError, check_config, load_config
+from rollout import Trajectory
+from train import Config, UserError, check_config, load_config, micro_batches
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 FILES = ("train", "rollout", "envs", "starpo", "model", "sft")
@@ -261,14 +262,31 @@ def test_same_seed_same_run(tmp_path):
     assert first == metrics("b", "--micro_batch_tokens=16384") and first != metrics("c", "--seed=1")
 
 
-def test_memory_settings_change_nothing(tmp_path):
-    """micro_batch_tokens and rollout_batch are memory knobs: same losses and gradient norm to 1e-5."""
+def test_memory_and_speed_settings_change_nothing(tmp_path):
+    """They are knobs of memory and speed: same losses and gradient norm to 1e-4."""
     def metrics(name, *words):
         return run_tiny(tmp_path / name, "tiny_frozenlake", "--max_iters=1", "--eval_every=0", "--algo=ppo",
                         "--prompts_per_iter=4", *words)[0]
-    a, b = metrics("a"), metrics("b", "--micro_batch_tokens=300", "--rollout_batch=5")
-    for key in ("success", "traj_return", "policy_loss", "value_loss", "entropy", "grad_norm"):
-        assert a[key] == pytest.approx(b[key], rel=1e-4, abs=1e-6), key
+    want = metrics("a")
+    for i, words in enumerate((["--micro_batch_tokens=300", "--rollout_batch=5"], ["--share_prefix=False"],
+                               ["--gradient_checkpointing=True"])):
+        got = metrics(str(i), *words)
+        for key in ("success", "traj_return", "policy_loss", "value_loss", "entropy", "grad_norm"):
+            assert want[key] == pytest.approx(got[key], rel=1e-4, abs=1e-6), (words, key)
+
+
+def test_micro_batches():
+    """Every row once, each batch within its budget, a prompt counted once for its rows, and the cheaper of two splits."""
+    def episode(prompt, length, rest):
+        return Trajectory(tokens=[prompt] * length + [9] * rest, loss_mask=[0] * length + [1] * rest)
+    # two prompts of 100; the remainders of a group differ less than those of the whole, or more
+    alike = [episode(p, 100, 10 + p) for p in (1, 2, 1, 2, 1, 2)]
+    assert micro_batches(alike, range(6), 140, True) == [[0, 2, 4], [1, 3, 5]]      # 100 + 3 x 11, 100 + 3 x 12
+    assert micro_batches(alike, range(6), 140, False) == [[0], [2], [4], [1], [3], [5]]
+    mixed = [episode(p, 2, rest) for p, rest in ((1, 5), (2, 50), (1, 51), (2, 6))]
+    assert micro_batches(mixed, range(4), 110, True) == [[0, 3], [1, 2]]            # by length: 16 + 106
+    assert micro_batches(mixed, [1], 10, True) == [[1]]                             # one row may be over the budget
+    assert micro_batches(mixed, [], 10, True) == []
 
 
 def test_non_finite_gradient_skips_the_step(tmp_path, monkeypatch):
