@@ -21,7 +21,8 @@ import torch
 import envs
 from model import ActorCritic, ModelError, load_model
 from rollout import SYSTEM, Chat, Episode, Game, make_batch
-from train import UserError, load_config, micro_batches, set_threads
+from settings import UserError, load_config
+from train import micro_batches, set_threads
 
 
 @dataclass

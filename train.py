@@ -11,17 +11,13 @@ turns are attended, never trained. StarPO-S, the default, also filters groups by
 drops the KL term and clips asymmetrically.
 """
 
-import ast
 import dataclasses
-import difflib
 import inspect
 import json
 import math
 import os
-import runpy
 import sys
 import time
-import types
 from dataclasses import dataclass, field
 
 import torch
@@ -31,10 +27,7 @@ import envs
 import starpo
 from model import ModelError, load_model
 from rollout import Chat, ContextError, collect, make_batch, train_episodes, validation_episodes
-
-
-class UserError(ValueError):
-    """A mistake that the user can mend: printed without a traceback, exit status 2."""
+from settings import UserError, load_config
 
 
 @dataclass
@@ -98,82 +91,6 @@ class Config:
 
 
 # ---------------------------------------------------------------------------------------------- settings
-
-def load_config(cls, argv):
-    """Make a cls (Config or another flat dataclass) of `--config FILE` and `--name=value` or `--name value`.
-
-    A config file is Python: plain assignments to fields, besides imports, classes, functions and _private
-    names. Returns (config, names set on the command line, names set in the file). Raises UserError for any
-    unknown name (with the nearest known one) and any wrong type.
-    """
-    fields = {f.name: f.type for f in dataclasses.fields(cls)}
-    words, typed, path = list(argv), {}, None
-    while words:
-        word = words.pop(0)
-        if not word.startswith("--"):
-            raise UserError(f"expected --name=value, got {word!r}")
-        name, has_value, value = word[2:].partition("=")
-        if name != "config":
-            known(name, fields)
-        if not has_value:
-            if words and not words[0].startswith("--"):
-                value = words.pop(0)
-            elif fields.get(name) is bool:
-                value = "True"
-            else:
-                raise UserError(f"--{name} needs a value")
-        if name == "config":
-            path = value
-        else:
-            typed[name] = parse_value(name, value, fields[name])
-    filed = {name: checked(name, value, fields[known(name, fields, path)], path)
-             for name, value in (read_file(path) if path else {}).items()}
-    return cls(**{**filed, **typed}), set(typed), set(filed)
-
-
-def known(name, fields, path="the command line"):
-    if name not in fields:
-        near = difflib.get_close_matches(name, fields, 1, 0.5)
-        hint = f"; did you mean {near[0]}?" if near else f". The settings are: {', '.join(fields)}"
-        raise UserError(f"unknown setting {name!r} in {path}{hint}")
-    return name
-
-
-def read_file(path):
-    if not os.path.isfile(path):
-        near = sorted(f"configs/{f}" for f in os.listdir("configs")) if os.path.isdir("configs") else []
-        raise UserError(f"config file {path!r} does not exist. There are: {', '.join(near)}")
-    try:
-        names = runpy.run_path(path)
-    except Exception as error:
-        raise UserError(f"config file {path!r} raises {type(error).__name__}: {error}") from None
-    return {k: v for k, v in names.items()
-            if not k.startswith("_") and not isinstance(v, types.ModuleType) and not callable(v)
-            and v is not envs.ENVS}     # a user's world may live in the config file itself
-
-
-def parse_value(name, text, kind):
-    """Read a value from the command line: text as it stands for str, else a Python literal."""
-    if kind is str:
-        return text
-    if kind is bool and text.lower() in ("true", "false"):
-        text = text.capitalize()
-    if kind is float and text.lower() == "inf":
-        return math.inf
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        value = text
-    return checked(name, value, kind, "the command line")
-
-
-def checked(name, value, kind, path):
-    if kind is float and type(value) is int:
-        value = float(value)
-    if type(value) is not kind:
-        raise UserError(f"{name} in {path} must be {kind.__name__}, got {value!r} ({type(value).__name__})")
-    return value
-
 
 ONLY_PPO = ("gamma", "lam", "value_clip", "critic_lr")
 
@@ -276,19 +193,19 @@ def micro_batches(trajectories, rows, budget, share_prefix=False):
         longest[prompt[i]] = max(longest.get(prompt[i], 0), rest[i])
 
     def split(order):
-        runs, sizes = [], []
+        runs, sizes = [[]], [0]
+        prompts, width, tail = set(), 0, 0          # of the run that grows: its prompts, their and its rests' width
         for i in order:
-            if runs:
-                grown = prompts | {prompt[i]}, max(width, lead[i]), max(tail, rest[i])
-                size = len(grown[0]) * grown[1] + (len(runs[-1]) + 1) * grown[2]
-            if runs and size <= budget:
-                runs[-1].append(i)
-                sizes[-1], (prompts, width, tail) = size, grown
-            else:
-                runs.append([i])
+            prompts, width, tail = prompts | {prompt[i]}, max(width, lead[i]), max(tail, rest[i])
+            size = len(prompts) * width + (len(runs[-1]) + 1) * tail
+            if runs[-1] and size > budget:
                 prompts, width, tail = {prompt[i]}, lead[i], rest[i]
-                sizes.append(width + tail)
-        return sum(sizes), runs
+                size = width + tail
+                runs.append([])
+                sizes.append(0)
+            runs[-1].append(i)
+            sizes[-1] = size
+        return sum(sizes), [run for run in runs if run]
 
     by_length = split(sorted(rows, key=rest.get))
     by_group = split(sorted(rows, key=lambda i: (longest[prompt[i]], prompt[i], rest[i])))
