@@ -62,6 +62,10 @@ class TextEnv:
         """Return a best action from here with `actions_left` (≥ 1) to go, None where all is lost; optional."""
         raise NotImplementedError(f"{type(self).__name__} has no optimal policy")
 
+    def thought(self, action: str) -> str:
+        """Word what one may think here before `action`, for supervised play with think=True; optional, "" = nothing."""
+        return ""
+
     def check(self, action: str) -> int:
         """Return the index of a named action, or -1 where text is free.
 
@@ -397,6 +401,10 @@ class FrozenLake(GridEnv):
             over = self.hole | (np.arange(self.size ** 2) == self.goal)
             self.value = np.where(over, self.value, value.max(0))
         return self.actions[self.policies[actions_left - 1][self.player]]
+
+    def thought(self, action: str) -> str:
+        (row, col), (to_row, to_col) = divmod(self.player, self.size), divmod(self.goal, self.size)
+        return f"{row} {col} to {to_row} {to_col} {action}"
 
     def symbol(self, cell: int) -> str:
         if cell == self.player:

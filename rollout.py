@@ -228,9 +228,9 @@ class Chat:
         feeds = self.encode([self.close + t + self.open + self.prefill for t in texts])
         return [ids[ids.index(last) + 1:] if last in ids[:3] else ids for ids, last in zip(feeds, last_ids)]
 
-    def answer(self, text):
-        """Ids of a response that gives `text` as its answer, for supervised play (without a thought)."""
-        opened = "</think> <answer>" if self.given.startswith("<think>") else ""
+    def answer(self, text, thought=""):
+        """Ids of a response that gives `text` as its answer, after a thought if it thinks, for supervised play."""
+        opened = f"{thought}</think> <answer>" if self.given.startswith("<think>") else ""
         return self.encode([f"{opened}{text}</answer>"])[0] + [self.stop_ids[0]]
 
     def decode(self, ids):

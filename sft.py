@@ -113,7 +113,7 @@ def play(name, noise, chat, cfg, seed):
         if best is None and not noisy and cfg.solver_only:
             break       # the solver has given up: nothing more to learn here
         action = game.env.random_action(rng) if best is None else best
-        ids = chat.answer(action)
+        ids = chat.answer(action, game.env.thought(action))
         game.respond(chat, ids, [0.0] * len(ids))
         if best is None and cfg.solver_only:
             game.traj.loss_mask[-len(ids):] = [0] * len(ids)
