@@ -227,7 +227,7 @@ def loss_weights(loss_mask: Tensor, how: str, num_tokens: int, num_rows: int, ma
 
 
 def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float,
-                clip_high: float) -> tuple[Tensor, Tensor]:
+                clip_high: float, dual_clip: float = 0.0) -> tuple[Tensor, Tensor]:
     """
     Compute the clipped surrogate of each token (Eq. 4, 6).
 
@@ -235,12 +235,31 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip
     advantages (B, T)              constants
     clip_low, clip_high            no gain beyond ratio 1 - clip_low (advantage < 0) or 1 + clip_high
                                    (advantage > 0): 0.2 and 0.2, StarPO-S 0.2 and 0.28
-    Returns the loss and the ratio exp(logprobs - old_logprobs), both (B, T). The released code also bounds
-    the loss for advantage < 0 (dual clip, 3.0); the paper's equations don't, nor do we.
+    dual_clip                      c > 1: the loss for advantage < 0 is at most -c * advantage, so that no
+                                   large ratio runs away (arXiv 1912.09729). 0 = off, as in the paper's
+                                   equations; the released code takes 3
+    Returns the loss and the ratio exp(logprobs - old_logprobs), both (B, T).
     """
+    if dual_clip and dual_clip <= 1:
+        raise ValueError(f"dual_clip is a ratio above 1, or 0 for none, got {dual_clip}")
     ratio = (logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return -torch.min(ratio * advantages, clipped * advantages), ratio
+    loss = -torch.min(ratio * advantages, clipped * advantages)
+    if dual_clip:
+        loss = torch.min(loss, -dual_clip * advantages).where(advantages < 0, loss)
+    return loss, ratio
+
+
+def importance_weights(old_logprobs: Tensor, sampled_logprobs: Tensor, cap: float) -> Tensor:
+    """
+    Weigh tokens by min(exp(old - sampled), cap), which corrects for a sampler that differs from the trainer.
+
+    old_logprobs, sampled_logprobs (B, T)  of the trainer before the update and of the sampler (say in bf16)
+    cap                                    bounds the variance, >= 1; usual: 2
+    Returns (B, T) without gradient, a factor of policy_loss; off the mask it means nothing. Truncated
+    importance sampling: IMPALA's rho (arXiv 1802.01561, Eq. 1), for language models by Yao et al. 2025.
+    """
+    return (old_logprobs - sampled_logprobs).exp().clamp(max=cap).detach()
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, value_clip: float | None) -> Tensor:
@@ -283,9 +302,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
 
 def starpo_loss(logprobs: Tensor, entropy: Tensor, old_logprobs: Tensor, advantages: Tensor,
                 loss_mask: Tensor, weights: Tensor, *, num_tokens: int, clip_low: float, clip_high: float,
-                entropy_coef: float = 0.0, kl_coef: float = 0.0, kl_kind: str = "k3",
-                ref_logprobs: Tensor | None = None, values: Tensor | None = None,
-                old_values: Tensor | None = None, returns: Tensor | None = None,
+                dual_clip: float = 0.0, entropy_coef: float = 0.0, kl_coef: float = 0.0, kl_kind: str = "k3",
+                importance: Tensor | None = None, ref_logprobs: Tensor | None = None,
+                values: Tensor | None = None, old_values: Tensor | None = None, returns: Tensor | None = None,
                 value_clip: float | None = 0.5) -> tuple[Tensor, dict[str, Tensor]]:
     """
     Compute a micro-batch's share of an update batch's loss (Eq. 4 with values, else Eq. 6) and metrics.
@@ -295,12 +314,13 @@ def starpo_loss(logprobs: Tensor, entropy: Tensor, old_logprobs: Tensor, advanta
     loss_mask, weights (B, T)           trained tokens and their loss_weights
     num_tokens                          trained tokens of the whole update batch, over all ranks
     entropy_coef, kl_coef               strength of the entropy bonus and of the penalty kl_kind, >= 0
+    importance (B, T)                   of importance_weights, on the policy loss alone; None = 1
     ref_logprobs (B, T)                 of the frozen reference; with kl_coef 0 a metric only
     values, old_values, returns (B, T)  the critic's, all or none; coefficient 1, as its weights are its own
     The other settings are those of policy_loss, value_loss and kl_estimate.
     Returns the loss and a dict of detached scalars: policy_loss and value_loss with the weights, entropy,
-    approx_kl, clip_frac_low, clip_frac_high and kl_ref (k3) as sums over tokens / num_tokens. So they add up
-    over micro-batches and ranks; ratio_max alone is a maximum.
+    approx_kl, clip_frac_low, clip_frac_high, clip_frac_dual and kl_ref (k3) as sums over tokens / num_tokens.
+    So they add up over micro-batches and ranks; ratio_max alone is a maximum.
     """
     if kl_coef and ref_logprobs is None:
         raise ValueError(f"kl_coef {kl_coef} needs ref_logprobs: pass them, or set kl_coef to 0")
@@ -313,7 +333,9 @@ def starpo_loss(logprobs: Tensor, entropy: Tensor, old_logprobs: Tensor, advanta
 
     weights, advantages, entropy = on_mask(weights), on_mask(advantages), on_mask(entropy)
     logprobs, old_logprobs = on_mask(logprobs), on_mask(old_logprobs)
-    token_loss, ratio = policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high)
+    token_loss, ratio = policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high, dual_clip)
+    if importance is not None:
+        token_loss = token_loss * on_mask(importance)
     loss = (weights * token_loss).sum()
     stats = {
         "policy_loss": loss.detach(),
@@ -323,6 +345,8 @@ def starpo_loss(logprobs: Tensor, entropy: Tensor, old_logprobs: Tensor, advanta
         "clip_frac_high": share((ratio > 1 + clip_high) & (advantages > 0)),
         "ratio_max": on_mask(ratio.detach()).max(),
     }
+    if dual_clip:
+        stats["clip_frac_dual"] = share((ratio > dual_clip) & (advantages < 0))
     if entropy_coef:
         loss = loss - entropy_coef * (weights * entropy).sum()
     if ref_logprobs is not None:

@@ -304,6 +304,36 @@ def test_policy_loss_values():
     assert_close(got, ratio)
 
 
+def test_dual_clip_values():
+    """Only a large ratio with a negative advantage is bounded, and there the gradient stops."""
+    # c = 3: ratio 5, A=-2: 10 is cut to 6. ratio 2, A=-2: 4 stays. ratio 5, A=+1: clipped to 1.28 as before
+    logprobs = tensor([[5, 2, 5, 0.5]]).log().requires_grad_()
+    advantages = tensor([[-2, -2, 1, -1]])
+    loss, _ = starpo.policy_loss(logprobs, torch.zeros(1, 4), advantages, 0.2, 0.28, dual_clip=3)
+    assert_close(loss.detach(), [[6, 4, -1.28, 0.8]])
+    loss.sum().backward()
+    assert_close(logprobs.grad, [[0, 4, 0, 0]])
+    for bad in (1, 0.5, -1):
+        with pytest.raises(ValueError, match="dual_clip"):
+            starpo.policy_loss(logprobs, logprobs, logprobs, 0.2, 0.2, dual_clip=bad)
+
+
+def test_importance_weights_values():
+    """Weights are trainer / sampler, cut above, without a gradient; they scale the policy loss alone."""
+    old, sampled = tensor([[9, -1, -1, -3]]).requires_grad_(), tensor([[NAN, -1, -3, -1]])
+    got = starpo.importance_weights(old, sampled, cap=2.0)
+    assert_close(got[:, 1:], [[1, 2, math.exp(-2)]])                 # exp(0), exp(2) cut to 2, exp(-2)
+    assert not got.requires_grad
+    logprobs = old.detach().clone().requires_grad_()
+    zeros, mask = torch.zeros(1, 4), mask_of("0111")
+    loss, stats = starpo.starpo_loss(
+        logprobs, zeros, old.detach(), zeros + 1, mask, mask.float(), num_tokens=3, clip_low=0.2,
+        clip_high=0.2, importance=got, kl_coef=1.0, ref_logprobs=old.detach())
+    loss.backward()
+    assert_close(logprobs.grad, [[0, -1, -2, -math.exp(-2)]])
+    assert_close(stats["policy_loss"], -3 - math.exp(-2))
+
+
 def test_policy_gradient_at_ratio_one():
     """With detached old log-probs the ratio is 1 and the gradient -advantage: plain REINFORCE."""
     logprobs = tensor([[-1, -2]]).requires_grad_()
@@ -368,6 +398,7 @@ def random_batch(seed=0, rows=6, width=9):
     noise = torch.randn(3, rows, width, generator=gen)
     return dict(logprobs=old + 0.3 * noise[0], entropy=noise[1].abs(), old_logprobs=old,
                 advantages=advantages, loss_mask=mask, ref_logprobs=old + 0.3 * ref,
+                importance=torch.rand(rows, width, generator=gen) + 0.5,
                 values=old_values + noise[2], old_values=old_values, returns=returns)
 
 
@@ -378,8 +409,8 @@ def run_loss(batch, how="token-mean", sizes=None):
     weights = weights.where(batch["loss_mask"], NAN)
     leaves = {k: batch[k].clone().requires_grad_() for k in ("logprobs", "entropy", "values")}
     loss, stats = starpo.starpo_loss(**{**batch, **leaves}, weights=weights, num_tokens=num_tokens,
-                                     clip_low=0.1, clip_high=0.2, entropy_coef=0.01, kl_coef=0.1,
-                                     kl_kind="k3", value_clip=0.5)
+                                     clip_low=0.1, clip_high=0.2, dual_clip=1.3, entropy_coef=0.01,
+                                     kl_coef=0.1, kl_kind="k3", value_clip=0.5)
     loss.backward()
     return loss.detach(), stats, {k: x.grad for k, x in leaves.items()}
 
@@ -406,6 +437,9 @@ def test_starpo_loss_values():
     for key, value in want.items():
         assert stats[key].ndim == 0 and not stats[key].requires_grad
         assert_close(stats[key], value)
+    loss, stats = starpo.starpo_loss(**inputs, dual_clip=1.5)        # the 2 becomes 1.5
+    assert_close(loss, (-0.73 - 0.5) / 5)
+    assert_close(stats["clip_frac_dual"], 0.2)
     loss, stats = starpo.starpo_loss(**inputs, entropy_coef=0.5, kl_coef=3.0, kl_kind="k2", ref_logprobs=old,
                                      values=zeros, old_values=zeros, returns=tensor([[5, 1, 0, 0, 0, 0]]))
     assert_close(loss, (-0.73 - 0.5 * 3 + 3 * 5 * ln2 ** 2 + 0.5) / 5)
@@ -424,7 +458,8 @@ def test_micro_batch_split_changes_nothing(how, split):
     """Loss, gradients and metrics of ragged micro-batches add up: a memory setting is no loss setting."""
     batch = random_batch()
     loss, stats, grads = run_loss(batch, how)
-    assert min(stats["clip_frac_low"], stats["clip_frac_high"]) > 0  # the interesting branches are taken
+    fracs = [x for k, x in stats.items() if k.startswith("clip_frac")]
+    assert len(fracs) == 3 and min(fracs) > 0                        # the interesting branches are taken
     sizes = int(batch["loss_mask"].sum()), 6
     parts = [run_loss({k: x[rows] for k, x in batch.items()}, how, sizes) for rows in split]
     assert_close(sum(p[0] for p in parts), loss)
