@@ -80,12 +80,57 @@ def test_raw_and_batch_normalisation():
     assert starpo.normalize_returns(returns, group, "raw").tolist() == [1, 3, 5]
     # mean 3, squares 4 + 0 + 4, / 2 = 4, std 2
     assert starpo.normalize_returns(returns, group, "batch").tolist() == [-1, 0, 1]
-    assert set(starpo.RETURN_NORM) | {"ppo"} == set(starpo.ALGOS)
+    assert set(starpo.RETURN_NORM) | {"ppo", "bi_level_gae"} == set(starpo.ALGOS)
     with pytest.raises(ValueError, match="how must be"):
         starpo.normalize_returns(returns, group, "mean")
 
 
-@pytest.mark.parametrize("how", ["raw", "batch", "group"])
+def test_group_mean_and_leave_one_out():
+    """Dr. GRPO keeps the size of the spread; RLOO leaves the row out of its own baseline: n / (n - 1)."""
+    # [1, 3, 8]: mean 4: -3, -1, 4. others' means 5.5, 4.5, 2: -4.5, -1.5, 6. A group of one: 0. [2, 2]: 0
+    returns, group = tensor([1, 7, 3, 2, 8, 2]), torch.tensor([4, 0, 4, 9, 4, 9])
+    assert_close(starpo.normalize_returns(returns, group, "group-mean"), [-3.0, 0, -1, 0, 4, 0])
+    assert_close(starpo.normalize_returns(returns, group, "leave-one-out"), [-4.5, 0, -1.5, 0, 6, 0])
+    for how in ("group-mean", "leave-one-out"):
+        got = starpo.normalize_returns(tensor([0.1] * 16), torch.zeros(16, dtype=torch.long), how)
+        assert got.tolist() == [0.0] * 16
+
+
+def test_batch_normalisation_by_tag():
+    """A task that pays 100 must not drown one that pays 1: "batch" compares inside a tag."""
+    # tag 7: [1, 3], mean 2, std sqrt(2). tag 2: [100, 200, 300], mean 200, std 100
+    returns, tag = tensor([1, 100, 3, 200, 300]), torch.tensor([7, 2, 7, 2, 2])
+    group = torch.arange(5)
+    assert_close(starpo.normalize_returns(returns, group, "batch", tag), [-0.70711, -1, 0.70711, 0, 1], 5e-6)
+    want = starpo.normalize_returns(returns, tag, "group")
+    assert torch.equal(starpo.normalize_returns(returns, tag, "group", tag=torch.zeros(5).long()), want)
+
+
+def test_options_of_the_advantage():
+    """Bounds are one for each side; the three weights have the value of their formula and survive zeros."""
+    assert starpo.clip_returns(tensor([-5, -0.5, 0, 2, 9]), -1, 3).tolist() == [-1, -0.5, 0, 2, 3]
+    # lengths 1, 3, 0, 4: mean 2
+    assert_close(starpo.length_weights(torch.tensor([1, 3, 0, 4])), [2, 2 / 3, 0, 0.5])
+    # group std [0, 4] 2.83, [0, 1] .707, [5, 5] 0: weights 1, 1/4, 0
+    group = torch.tensor([3, 1, 1, 3, 2, 2])
+    assert_close(starpo.spread_weights(tensor([0, 0, 1, 4, 5, 5]), group), [1, 0.25, 0.25, 1, 0, 0])
+    assert starpo.spread_weights(tensor([0.1] * 6), group).tolist() == [0] * 6
+    kept = torch.tensor([True, False, False, False])
+    assert [starpo.kept_scale(kept, how) for how in ("none", "linear", "sqrt")] == [1, 0.25, 0.5]
+    assert starpo.kept_scale(~kept & kept, "sqrt") == 0
+    with pytest.raises(ValueError, match="sqrt"):
+        starpo.kept_scale(kept, "root")
+
+
+def test_length_weights_make_the_token_mean_a_mean_of_rows():
+    """1 / all tokens times mean / own length is 1 / (rows * own length); both at once count it twice."""
+    mask = mask_of("0111", "0001", "0011")
+    sizes = dict(num_tokens=6, num_rows=3, max_tokens=4)
+    weighed = starpo.loss_weights(mask, "token-mean", **sizes) * starpo.length_weights(mask.sum(1))[:, None]
+    assert_close(weighed, starpo.loss_weights(mask, "seq-mean-token-mean", **sizes))
+
+
+@pytest.mark.parametrize("how", ["raw", "batch", "group", "group-mean", "leave-one-out"])
 def test_row_order_changes_no_advantage(how):
     """A row's advantage follows it through any permutation; assuming contiguous groups breaks that."""
     gen = torch.Generator().manual_seed(0)
@@ -101,6 +146,9 @@ def test_row_order_changes_no_advantage(how):
         if how == "group":
             want = (x - x.mean()) / x.std() if len(x) > 1 else x * 0
             assert_close(got[group == g], want)
+        if how == "leave-one-out":
+            want = [x[i] - torch.cat([x[:i], x[i + 1:]]).mean() for i in range(len(x))] if len(x) > 1 else [0]
+            assert_close(got[group == g], torch.tensor(want))
 
 
 def test_filter_keeps_the_widest_groups():
@@ -133,6 +181,100 @@ def test_filter_count_and_range():
     for keep in (0, -0.5, 1.5):
         with pytest.raises(ValueError, match="fraction"):
             starpo.filter_groups(returns, group, keep)
+
+
+def kept_groups(scores, keep, **settings):
+    """Run filter_groups on one group per score, the values 0 and score * sqrt(2): std = score."""
+    scores = torch.tensor(scores, dtype=torch.float64)
+    returns = torch.stack([torch.zeros_like(scores), scores * math.sqrt(2)], 1).flatten()
+    kept = starpo.filter_groups(returns, torch.arange(len(scores)).repeat_interleave(2), keep, **settings)
+    assert torch.equal(kept[::2], kept[1::2])                        # whole groups
+    return set(kept[::2].nonzero()[:, 0].tolist())
+
+
+STDS = [0, 5, 1, 0, 3, .5, 0, .5]
+
+
+@pytest.mark.parametrize("keep, strategy, keep_zero, want", [
+    (0.9, "top_p", False, {1, 4, 2}),            # 5 + 3 + 1 = 9 >= .9 * 10 - .01
+    (0.9, "top_p", True, {1, 4, 2}),             # zeros add nothing
+    (0.5, "top_p", False, {1}),                  # 5 >= 5 - .01
+    (0.51, "top_p", False, {1, 4}),
+    (1.0, "top_p", False, {1, 4, 2, 5, 7}),
+    (1.0, "top_p", True, set(range(8))),         # no filter
+    (0.9, "top_p_softmax", False, {1, 4}),       # shares .850, .115: .850 < .9 <= .965
+    (0.9, "top_p_softmax", True, {1, 4}),
+    (0.8, "top_p_softmax", True, {1}),
+    (1.0, "top_p_softmax", True, set(range(8))),
+    (3, "top_k_abs", True, {1, 4, 2}),
+    (4, "top_k_abs", True, {1, 4, 2, 5}),        # of the two .5 the first
+    (7, "top_k_abs", False, {1, 4, 2, 5, 7}),    # no more than there are
+    (0.75, "top_k", True, {1, 4, 2, 5, 7, 0}),   # 6 of 8, the first of the zeros
+    (0.75, "top_k", False, {1, 4, 2, 5, 7}),
+    (0.2, "min_p", True, {1, 4, 2}),             # at least .2 * 5
+    (0.6, "min_p", True, {1, 4}),                # 3 is .6 * 5, but for rounding
+    (1.0, "min_p", True, {1}),
+    (0.01, "min_p", False, {1, 4, 2, 5, 7}),
+])
+def test_filter_strategies(keep, strategy, keep_zero, want):
+    """Each strategy cuts the falling scores at its own place, and leaves zeros in or out."""
+    assert kept_groups(STDS, keep, strategy=strategy, keep_zero=keep_zero) == want
+
+
+@pytest.mark.parametrize("strategy", starpo.FILTERS)
+def test_filter_without_spread(strategy):
+    """A batch where every group agrees: nothing is kept without zeros, and nothing crashes with them."""
+    keep = 8 if strategy == "top_k_abs" else 0.9
+    assert kept_groups([0] * 8, keep, strategy=strategy, keep_zero=False) == set()
+    # .9 * 8 = 7.2 groups: top_k rounds down, softmax up; linear has no sum to reach
+    want = {"top_p": set(), "top_k": set(range(7))}.get(strategy, set(range(8)))
+    assert kept_groups([0] * 8, keep, strategy=strategy) == want
+
+
+def test_filter_by_the_mean_of_any_number():
+    """Entropy or length stand in place of the return; a group's mean decides, also below 0."""
+    x, group = tensor([1, 3, 9, 0, -8, -9]), torch.tensor([5, 5, 2, 2, 3, 3])       # means 2, 4.5, -8.5
+    def kept(keep, strategy):
+        return starpo.filter_groups(x, group, keep, strategy, "mean").tolist()[::2]
+    assert kept(2, "top_k_abs") == [True, True, False]
+    assert kept(0.6, "top_p") == [False, True, False]                # 4.5 of 6.5 is more than .6 * 6.5 = 3.9
+    assert kept(0.4, "min_p") == [True, True, False]
+    without = starpo.filter_groups(x - 2, group, 2, "top_k_abs", "mean", keep_zero=False)
+    assert without.tolist() == [False, False] + [True] * 4           # means 0, 2.5, -10.5
+    spread = starpo.filter_groups(x, group, 1, "top_k_abs", "std")
+    assert spread.tolist() == [False, False, True, True, False, False]
+
+
+def test_filter_strategies_are_stable():
+    """Row order decides between equal groups only, for each strategy; ids and rounding never do."""
+    gen = torch.Generator().manual_seed(4)
+    returns = torch.randint(0, 3, (60,), generator=gen).float() / 10
+    group = torch.randint(0, 15, (60,), generator=gen)
+    for strategy in starpo.FILTERS:
+        keep = 4 if strategy == "top_k_abs" else 0.6
+        kept = starpo.filter_groups(returns, group, keep, strategy)
+        assert kept.any() and not kept.all()
+        other = torch.randperm(15, generator=gen) * 7 - 20           # new ids
+        assert torch.equal(starpo.filter_groups(returns, other[group], keep, strategy), kept)
+        assert torch.equal(starpo.filter_groups(returns + 0.7, group, keep, strategy), kept)    # new rounding
+
+
+def test_filter_bounds_have_slack():
+    """A bound that is met but for rounding is met, and linear top_p forgives 0.01."""
+    assert kept_groups([8.995, 1.005], 0.9, strategy="top_p") == {0}             # 9 - .01 is enough
+    assert kept_groups([0.004, 0.006], 0.9, strategy="top_p") == set()           # hardly any spread
+    for n in range(2, 40):
+        assert len(kept_groups([1.0] * n, 1 / n * (n - 1), strategy="top_p_softmax")) == n - 1
+        assert kept_groups([n, n * 0.7], 0.7, strategy="min_p") == {0, 1}
+
+
+def test_filter_settings_are_checked():
+    """A count is no fraction and a misspelt strategy no default."""
+    returns, group = tensor([0, 1]), torch.tensor([0, 0])
+    for keep, strategy, score in ((0.5, "top_k_abs", "std"), (0, "top_p", "std"), (2, "min_p", "std"),
+                                  (0.5, "top", "std"), (0.5, "top_p", "entropy")):
+        with pytest.raises(ValueError, match="keep is a|strategy must"):
+            starpo.filter_groups(returns, group, keep, strategy, score)
 
 
 # Token rewards and advantages
@@ -222,6 +364,163 @@ def test_gae_equals_the_plain_loop_and_ignores_padding():
     assert torch.equal(wide[0][:, 3:-4], advantages) and torch.equal(wide[1][:, 3:-4], returns)
 
 
+@pytest.mark.parametrize("gamma, lam, gamma_turn, boot, want", [
+    # one row: turn 0 has columns 1, 2, turn 1 column 4, turn 2 columns 6, 7; rewards 0 at column 2 (a turn
+    # that ends without reward), .5 at 4, 1 at 7; values .1, .2, .4, .3, .6; observations hold 99
+    # turns: A7 = 1 - .6; A4 = .5 + .5 * .6 - .4 + .5 * .8 * .4 = .56; A2 = .5 * .4 - .2 + .4 * .56 = .224
+    # inside: A6 = .9 * .6 - .3 + .72 * .4 = .528; A1 = .9 * .2 - .1 + .72 * .224 = .24128
+    (0.9, 0.8, 0.5, None, [.24128, .224, .56, .528, .4]),
+    # truncated with value 2: A7 = 1 + .5 * 2 - .6 = 1.4; A4 = .4 + .4 * 1.4 = .96; A2 = .4 * .96 = .384;
+    # A6 = .24 + .72 * 1.4 = 1.248; A1 = .08 + .72 * .384 = .35648
+    (0.9, 0.8, 0.5, 2.0, [.35648, .384, .96, 1.248, 1.4]),
+    # no discount at all: the return to go minus the value
+    (1.0, 1.0, 1.0, None, [1.4, 1.3, 1.1, .7, .4]),
+])
+def test_bi_level_gae_values(gamma, lam, gamma_turn, boot, want):
+    """Turn ends are linked by gamma_turn, tokens inside a turn by gamma, and a turn of reward 0 is a turn."""
+    mask, columns = mask_of("01101011"), [1, 2, 4, 6, 7]
+    turn_ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]])
+    rewards, values = tensor([[NAN] * 8]), tensor([[99] * 8])
+    rewards[0, columns], values[0, columns] = tensor([0, 0, .5, 0, 1]), tensor([.1, .2, .4, .3, .6])
+    boot = None if boot is None else tensor([boot])
+    advantages, returns = starpo.bi_level_gae(rewards, values, mask, turn_ids, gamma, lam, gamma_turn, boot)
+    assert_close(advantages[0, columns], want)
+    assert_close(returns[0, columns], advantages[0, columns] + values[0, columns])
+    assert not advantages[~mask].any() and not returns[~mask].any()
+
+
+def test_bi_level_gae_of_a_failed_episode():
+    """All rewards 0, and a row without a token: the released code raises IndexError on the former."""
+    mask, turn_ids = mask_of("0110", "0000"), torch.tensor([[0, 0, 1, 1]] * 2)
+    values = tensor([[0, 1, 2, 0]] * 2)
+    # A2 = 0 - 2; A1 = .5 * 2 - 1 + .5 * -2, as the two tokens are two turns
+    advantages, returns = starpo.bi_level_gae(torch.zeros(2, 4), values, mask, turn_ids, 1.0, 1.0, 0.5)
+    assert advantages.tolist() == [[0, -1, -2, 0], [0] * 4]
+    assert returns.tolist() == [[0] * 4] * 2
+    assert not starpo.bi_level_gae(torch.zeros(1, 4), values[:1], mask[1:], turn_ids[:1], 1, 1, 1)[0].any()
+
+
+def test_turn_returns_and_step_advantages():
+    """Turns from one state of one group are compared, by what they earn from there on; all others get 0."""
+    # gamma .5: [1, 2, 4]: 4, 2 + 2 = 4, 1 + 2 = 3. [0, 6, 0]: 0, 6, 3. [8, 0, 0]: 0, 0, 8
+    rewards = tensor([[1, 2, 4], [0, 6, 0], [8, 0, 0]])
+    returns = starpo.turn_returns(rewards, 0.5)
+    assert returns.tolist() == [[3, 4, 4], [3, 6, 0], [8, 0, 0]] and rewards[0].tolist() == [1, 2, 4]
+    keys = torch.tensor([[7, -5, 3], [7, 3, -1], [7, -5, -1]])
+    group = torch.tensor([0, 0, 1])
+    # group 0, state 7: returns 3, 3: 0. state 3: returns 4 (its third turn) and 6 (the second turn): -1, 1.
+    # state -5 is met once in each group; group 1's state 7 is not group 0's. A key below 0 is one like others
+    got = starpo.step_advantages(returns, group, keys, "group-mean")
+    assert torch.equal(starpo.step_advantages(returns, group, keys.where(keys != 3, -2), "group-mean"), got)
+    assert got.tolist() == [[0, 0, -1], [0, 1, 0], [0, 0, 0]]
+    got = starpo.step_advantages(returns.where(keys != -1, NAN), group, keys)        # std sqrt(2)
+    assert_close(got, [[0, 0, -0.70711], [0, 0.70711, 0], [0, 0, 0]], atol=5e-6)
+    same = starpo.step_advantages(tensor([[2, 5]]), torch.tensor([0]), torch.tensor([[1, 1]]), "group-mean")
+    assert same.tolist() == [[-1.5, 1.5]]                            # one episode, twice in a state
+
+
+def test_spread_turns():
+    """Each trained token gets its own turn's number; ids off the mask may be anything."""
+    got = starpo.spread_turns(tensor([[3, -2], [5, NAN]]), torch.tensor([[-1, 0, 0, 1], [0, 0, 99, 1]]),
+                              mask_of("0101", "1100"))
+    assert got.tolist() == [[0, 3, 0, -2], [5, 5, 0, 0]]
+
+
+# All algorithms at once
+
+CASES = [(algo, "none") for algo in starpo.ALGOS] + [("reinforce_pp", "group")]
+COMPARING = [(algo, baseline) for algo, baseline in CASES if algo in starpo.RETURN_NORM and algo != "arpo"]
+
+
+def random_episodes(seed=0, rows=10, turns=4, width=24):
+    """Make ragged episodes of 1 to `turns` turns, each of six columns and at least one trained token."""
+    gen = torch.Generator().manual_seed(seed)
+    turn_ids = (torch.arange(width) // (width // turns)).expand(rows, width).clone()
+    lived = torch.randint(1, turns + 1, (rows, 1), generator=gen)
+    mask = (torch.rand(rows, width, generator=gen) < 0.5) | (torch.arange(width) % (width // turns) == 3)
+    mask[:, 0] = False
+    alive = torch.arange(turns) < lived                              # (B, K)
+    keys = torch.randint(0, 3, (rows, turns), generator=gen)
+    rewards = torch.randn(rows, turns, generator=gen, dtype=torch.float64)
+    return dict(turn_rewards=rewards.where(alive, 0.0), state_keys=keys.where(alive, -1),
+                group=torch.randint(0, 3, (rows,), generator=gen), turn_ids=turn_ids,
+                loss_mask=mask & (turn_ids < lived), values=torch.randn(rows, width, generator=gen),
+                bootstrap=torch.randn(rows, generator=gen) * torch.randint(0, 2, (rows,), generator=gen))
+
+
+def token_advantages(algo, baseline, e, split=None):
+    """Compute the advantages (B, T) that an update would use, from micro-batches of the rows in split."""
+    split = split or [list(range(len(e["group"])))]
+    parts = [{k: x[rows] for k, x in e.items()} for rows in split]
+    masks = [p["loss_mask"] for p in parts]
+    if algo in starpo.RETURN_NORM:
+        how = starpo.BASELINES[baseline] if algo == "reinforce_pp" else starpo.RETURN_NORM[algo]
+        scores = starpo.normalize_returns(e["turn_rewards"].sum(1), e["group"], how)
+        out = [starpo.group_advantages(scores[rows], mask) for rows, mask in zip(split, masks)]
+        if algo == "gigpo":
+            step = starpo.step_advantages(starpo.turn_returns(e["turn_rewards"], 1.0), e["group"],
+                                          e["state_keys"], how)
+            out = [x + starpo.spread_turns(step[rows], p["turn_ids"], p["loss_mask"])
+                   for x, rows, p in zip(out, split, parts)]
+    else:
+        out = []
+        for p in parts:
+            rewards = starpo.token_rewards(p["turn_rewards"], p["turn_ids"], p["loss_mask"])
+            if algo == "ppo":
+                x, _ = starpo.gae(rewards, p["values"], p["loss_mask"], 0.9, 0.8, p["bootstrap"])
+            else:
+                x, _ = starpo.bi_level_gae(rewards, p["values"], p["loss_mask"], p["turn_ids"], 0.9, 0.8, 0.7,
+                                           p["bootstrap"])
+            out.append(x)
+    if algo in starpo.WHITENED:
+        out = starpo.whiten(out, masks)
+    result = torch.zeros(e["loss_mask"].shape)
+    for rows, x in zip(split, out):
+        result[rows] = x
+    return result
+
+
+@pytest.mark.parametrize("algo, baseline", CASES)
+def test_order_padding_and_splits_change_no_advantage(algo, baseline):
+    """An advantage belongs to its token, whatever rows, columns and micro-batches stand around it."""
+    e = random_episodes()
+    want = token_advantages(algo, baseline, e)
+    mask = e["loss_mask"]
+    assert want.isfinite().all() and not want[~mask].any() and want[mask].std() > 0.1
+    assert_close(token_advantages(algo, baseline, e, [[3, 0], [9], [5, 1, 2, 4], [8, 6, 7]]), want, 1e-5)
+    perm = torch.tensor([4, 9, 0, 2, 7, 1, 8, 3, 6, 5])
+    assert_close(token_advantages(algo, baseline, {k: x[perm] for k, x in e.items()}), want[perm], 1e-5)
+    off = dict(values=NAN, turn_ids=99, loss_mask=False)             # off the mask and in new columns
+    wide = e | {k: torch.nn.functional.pad(e[k].where(mask, x), (2, 5), value=x) for k, x in off.items()}
+    assert_close(token_advantages(algo, baseline, wide)[:, 2:-5], want)
+
+
+@pytest.mark.parametrize("algo, baseline", CASES)
+def test_unit_and_zero_of_the_reward(algo, baseline):
+    """What divides by a spread ignores the unit of the reward; what subtracts a mean ignores its zero."""
+    e = random_episodes(1)
+    want = token_advantages(algo, baseline, e)
+    tripled = e | {k: 3 * e[k] for k in ("turn_rewards", "values", "bootstrap")}
+    scale = 3 if algo in ("arpo", "dr_grpo", "rloo") else 1
+    assert_close(token_advantages(algo, baseline, tripled), scale * want, 2e-5)
+    last = (e["state_keys"] != -1).sum(1, keepdim=True) - 1
+    shifted = e | {"turn_rewards": e["turn_rewards"].scatter_add(1, last, torch.full((10, 1), 5.0).double())}
+    if (algo, baseline) in COMPARING:                                # a critic would have to learn the 5
+        assert_close(token_advantages(algo, baseline, shifted), want, 2e-5)
+    else:
+        assert (token_advantages(algo, baseline, shifted) - want).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("algo, baseline", COMPARING)
+def test_equal_episodes_teach_nothing(algo, baseline):
+    """Equal returns give advantages of exactly 0, not the rounding of a mean blown up by its own std."""
+    e = random_episodes(2)
+    e["turn_rewards"] = torch.zeros_like(e["turn_rewards"])
+    last = (e["state_keys"] != -1).sum(1, keepdim=True) - 1
+    e["turn_rewards"].scatter_(1, last, 0.1)
+    assert not token_advantages(algo, baseline, e).any()
+
+
 def test_group_advantages():
     """All trained tokens of a row share one advantage; observations and padding get exactly 0."""
     got = starpo.group_advantages(tensor([-0.5, 2]), mask_of("0110", "0001"))
@@ -304,6 +603,36 @@ def test_policy_loss_values():
     assert_close(got, ratio)
 
 
+def test_dual_clip_values():
+    """Only a large ratio with a negative advantage is bounded, and there the gradient stops."""
+    # c = 3: ratio 5, A=-2: 10 is cut to 6. ratio 2, A=-2: 4 stays. ratio 5, A=+1: clipped to 1.28 as before
+    logprobs = tensor([[5, 2, 5, 0.5]]).log().requires_grad_()
+    advantages = tensor([[-2, -2, 1, -1]])
+    loss, _ = starpo.policy_loss(logprobs, torch.zeros(1, 4), advantages, 0.2, 0.28, dual_clip=3)
+    assert_close(loss.detach(), [[6, 4, -1.28, 0.8]])
+    loss.sum().backward()
+    assert_close(logprobs.grad, [[0, 4, 0, 0]])
+    for bad in (1, 0.5, -1):
+        with pytest.raises(ValueError, match="dual_clip"):
+            starpo.policy_loss(logprobs, logprobs, logprobs, 0.2, 0.2, dual_clip=bad)
+
+
+def test_importance_weights_values():
+    """Weights are trainer / sampler, cut above, without a gradient; they scale the policy loss alone."""
+    old, sampled = tensor([[9, -1, -1, -3]]).requires_grad_(), tensor([[NAN, -1, -3, -1]])
+    got = starpo.importance_weights(old, sampled, cap=2.0)
+    assert_close(got[:, 1:], [[1, 2, math.exp(-2)]])                 # exp(0), exp(2) cut to 2, exp(-2)
+    assert not got.requires_grad
+    logprobs = old.detach().clone().requires_grad_()
+    zeros, mask = torch.zeros(1, 4), mask_of("0111")
+    loss, stats = starpo.starpo_loss(
+        logprobs, zeros, old.detach(), zeros + 1, mask, mask.float(), num_tokens=3, clip_low=0.2,
+        clip_high=0.2, importance=got, kl_coef=1.0, ref_logprobs=old.detach())
+    loss.backward()
+    assert_close(logprobs.grad, [[0, -1, -2, -math.exp(-2)]])
+    assert_close(stats["policy_loss"], -3 - math.exp(-2))
+
+
 def test_policy_gradient_at_ratio_one():
     """With detached old log-probs the ratio is 1 and the gradient -advantage: plain REINFORCE."""
     logprobs = tensor([[-1, -2]]).requires_grad_()
@@ -368,6 +697,7 @@ def random_batch(seed=0, rows=6, width=9):
     noise = torch.randn(3, rows, width, generator=gen)
     return dict(logprobs=old + 0.3 * noise[0], entropy=noise[1].abs(), old_logprobs=old,
                 advantages=advantages, loss_mask=mask, ref_logprobs=old + 0.3 * ref,
+                importance=torch.rand(rows, width, generator=gen) + 0.5,
                 values=old_values + noise[2], old_values=old_values, returns=returns)
 
 
@@ -378,8 +708,8 @@ def run_loss(batch, how="token-mean", sizes=None):
     weights = weights.where(batch["loss_mask"], NAN)
     leaves = {k: batch[k].clone().requires_grad_() for k in ("logprobs", "entropy", "values")}
     loss, stats = starpo.starpo_loss(**{**batch, **leaves}, weights=weights, num_tokens=num_tokens,
-                                     clip_low=0.1, clip_high=0.2, entropy_coef=0.01, kl_coef=0.1,
-                                     kl_kind="k3", value_clip=0.5)
+                                     clip_low=0.1, clip_high=0.2, dual_clip=1.3, entropy_coef=0.01,
+                                     kl_coef=0.1, kl_kind="k3", value_clip=0.5)
     loss.backward()
     return loss.detach(), stats, {k: x.grad for k, x in leaves.items()}
 
@@ -406,6 +736,9 @@ def test_starpo_loss_values():
     for key, value in want.items():
         assert stats[key].ndim == 0 and not stats[key].requires_grad
         assert_close(stats[key], value)
+    loss, stats = starpo.starpo_loss(**inputs, dual_clip=1.5)        # the 2 becomes 1.5
+    assert_close(loss, (-0.73 - 0.5) / 5)
+    assert_close(stats["clip_frac_dual"], 0.2)
     loss, stats = starpo.starpo_loss(**inputs, entropy_coef=0.5, kl_coef=3.0, kl_kind="k2", ref_logprobs=old,
                                      values=zeros, old_values=zeros, returns=tensor([[5, 1, 0, 0, 0, 0]]))
     assert_close(loss, (-0.73 - 0.5 * 3 + 3 * 5 * ln2 ** 2 + 0.5) / 5)
@@ -424,7 +757,8 @@ def test_micro_batch_split_changes_nothing(how, split):
     """Loss, gradients and metrics of ragged micro-batches add up: a memory setting is no loss setting."""
     batch = random_batch()
     loss, stats, grads = run_loss(batch, how)
-    assert min(stats["clip_frac_low"], stats["clip_frac_high"]) > 0  # the interesting branches are taken
+    fracs = [x for k, x in stats.items() if k.startswith("clip_frac")]
+    assert len(fracs) == 3 and min(fracs) > 0                        # the interesting branches are taken
     sizes = int(batch["loss_mask"].sum()), 6
     parts = [run_loss({k: x[rows] for k, x in batch.items()}, how, sizes) for rows in split]
     assert_close(sum(p[0] for p in parts), loss)
