@@ -11,6 +11,7 @@ import random
 import sys
 
 import pytest
+import torch
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
 import diagnostics                                                   # noqa: E402
@@ -21,7 +22,7 @@ NAN = float("nan")
 def test_doctests():
     """The worked examples in the docstrings are true; they would rot silently if nothing ran them."""
     failed, tried = doctest.testmod(diagnostics)
-    assert failed == 0 and tried >= 3
+    assert failed == 0 and tried >= 6
 
 
 # Echo Trap
@@ -151,3 +152,118 @@ def test_a_resumed_run_gives_the_same_verdicts():
     second.load_state_dict(json.loads(saved))
     assert [second.update(m) for m in metrics[45:]] == want[45:] and second.first == trap.first
     assert trap.first["warn"] and trap.first["collapse"] == 70
+
+
+# Reasoning health
+
+@pytest.mark.parametrize("response, want", [
+    ("<think>a b</think><answer>Up</answer>", "a b"),
+    ("a b</think><answer>Up</answer>", "a b"),                       # the prompt ended with the opening tag
+    ("<think></think><answer>Up</answer>", ""),
+    ("<think>a <answer>Up</answer>", "a"),                           # never closed
+    ("<answer><think>a</think></answer>", "a"),
+    ("Up", ""), ("", ""),
+])
+def test_thought(response, want):
+    """The thinking part ends at its own tag, at the answer's, or where the response was cut off."""
+    assert diagnostics.thought(response) == want
+
+
+def test_repeated_ngrams_values():
+    """4-grams of abcde, abcd, bcde, fgh: abcd, bcde, abcd, bcde and none: 2 of 4 were seen before."""
+    assert diagnostics.repeated_ngrams(["abcde", "abcd", "bcde", "fgh"]) == 0.5
+    assert diagnostics.repeated_ngrams([[7] * 10], n=4) == pytest.approx(6 / 7)      # in a loop of its own
+    assert diagnostics.repeated_ngrams([range(50)]) == 0 == diagnostics.repeated_ngrams([[], [1]])
+
+
+def test_pass_at_k_values():
+    """1 - C(n - c, k) / C(n, k), mean over groups; 1 - (1 - c / n)^k would be biased."""
+    # n 4, c 1: k 2: 1 - C(3, 2) / C(4, 2) = 1/2. n 4, c 0: 0. n 2, c 1: 1. The single one is left out
+    success = [True, False, False, False] + [False] * 4 + [False, True] + [True]
+    group = ["a"] * 4 + ["b"] * 4 + ["c"] * 2 + ["d"]
+    assert diagnostics.pass_at_k(success, group, 2) == pytest.approx((0.5 + 0 + 1) / 3)
+    assert diagnostics.pass_at_k(success, group, 1) == pytest.approx((0.25 + 0 + 0.5 + 1) / 4)
+    assert diagnostics.pass_at_k(success, group, 4) == pytest.approx(0.5)
+    assert diagnostics.pass_at_k(success, group, 5) is None
+    order = random.Random(0).sample(range(11), 11)
+    assert diagnostics.pass_at_k([success[i] for i in order], [group[i] for i in order], 2) == 0.5
+
+
+def test_reasoning_health_values():
+    """Four turns in two groups by hand: each number counts what its name says."""
+    responses = ["<think>one two three</think><answer>Up</answer>", "<think></think><answer>Up</answer>",
+                 "<think>go up now my friend</think> <answer>Up</answer>"] * 2
+    group, valid = [0, 0, 0, 1, 1, 1], [True, False, True, True, True, True]
+    responses[4] = responses[3]                                      # group 1: two of three are distinct
+    tokens = [[1] * n for n in (3, 0, 7, 3, 3, 8)]
+    got = diagnostics.reasoning_health(responses, group, valid, tokens)
+    # thoughts of 3, 0, 5, 3, 3, 5 words. Only the two responses of 6 words have 4-grams, the same three
+    want = dict(thought_words=19 / 6, thought_frac=5 / 6, distinct_frac=(1 + 2 / 3) / 2, repeat_frac=0.5,
+                valid_frac=5 / 6, thought_tokens=4.0)
+    assert got == pytest.approx(want)
+    assert "thought_tokens" not in diagnostics.reasoning_health(responses, group, valid)
+    assert diagnostics.reasoning_health([], [], []) == {}
+
+
+# Template collapse
+
+def test_template_collapse_values():
+    """Vectors of the formulas: own prompt 2 nats better of 3; no difference at all; and a template."""
+    got = diagnostics.template_collapse(torch.tensor([[-1, -3, -3], [-3, -1, -3], [-3, -3, -1]]))
+    # MI = ln 3 - ln(1 + 2 e^-2) = 1.0986 - .2395
+    want = dict(conditional_entropy=1, mutual_information=0.8591, retrieval_accuracy=1,
+                retrieval_chance=1 / 3)
+    assert got == pytest.approx(want, abs=5e-5)
+    assert got["mutual_information"] < math.log(3)
+    got = diagnostics.template_collapse(torch.full((4, 4), -2.0))
+    assert got == pytest.approx(dict(conditional_entropy=2.0, mutual_information=0.0, retrieval_accuracy=0.25,
+                                     retrieval_chance=0.25))
+    # every reasoning fits prompt 0 best: 1 of 3 is found
+    got = diagnostics.template_collapse(torch.tensor([[-1, -2, -2], [-1, -2, -2], [-1, -2, -2.0]]))
+    assert got["retrieval_accuracy"] == pytest.approx(1 / 3) and got["mutual_information"] < 0
+    deep = diagnostics.template_collapse(torch.tensor([[-1e4, -2e4], [-2e4, -1e4]]))
+    assert deep["mutual_information"] == pytest.approx(math.log(2))  # no overflow
+
+
+def score_of(calls=None):
+    """Make a toy model: log p of a token = -(distance to the sum of all tokens before it, modulo 11)."""
+    def score(tokens, loss_mask):
+        before = tokens.cumsum(1) - tokens
+        if calls is not None:
+            calls.append(tuple(tokens.shape))
+        return -((tokens - before).abs() % 11).float().where(loss_mask, NAN)
+    return score
+
+
+def cross_score_slowly(prompts, reasonings):
+    out = torch.zeros(len(prompts), len(prompts), dtype=torch.float64)
+    for i, z in enumerate(reasonings):
+        for j, x in enumerate(prompts):
+            row = x + z
+            out[i, j] = sum(-(abs(row[t] - sum(row[:t])) % 11) for t in range(len(x), len(row))) / len(z)
+    return out
+
+
+@pytest.mark.parametrize("max_tokens", [1, 20, 60, 10 ** 6])
+def test_cross_score_equals_the_plain_loop(max_tokens):
+    """Chunks, padding and the order of rows change no score, and no call is larger than allowed."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(1, 50) for _ in range(n)] for n in (3, 1, 7, 4)]
+    reasonings = [[rng.randrange(1, 50) for _ in range(n)] for n in (2, 9, 1, 4)]
+    calls = []
+    got = diagnostics.cross_score(prompts, reasonings, score_of(calls), max_tokens)
+    assert got.dtype == torch.float64 and torch.equal(got, cross_score_slowly(prompts, reasonings))
+    assert sum(rows for rows, _ in calls) == 16
+    assert all(rows * width <= max_tokens or rows == 1 for rows, width in calls)
+    if max_tokens == 10 ** 6:
+        assert calls == [(16, 16)]
+    if max_tokens == 60:
+        assert len(calls) < 16
+
+
+def test_cross_score_wants_pairs():
+    """A reasoning without a token has no mean, and a prompt without one no column before the first."""
+    for prompts, reasonings in (([[1]], [[]]), ([[]], [[1]]), ([[1]], [[1], [2]])):
+        with pytest.raises(ValueError, match="lengths"):
+            diagnostics.cross_score(prompts, reasonings, score_of(), 100)
+    assert diagnostics.cross_score([[1, 2]], [[3]], score_of(), 100).tolist() == [[0.0]]
