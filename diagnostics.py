@@ -35,8 +35,8 @@ class EchoTrap:
               and the EMA, both geometric means, so that one spike doesn't hide the next
     drop      collapse where success stays under (1 - drop) * its best
     alpha     weight of the newest value in the EMAs; 0.1 looks back about 10 iterations
-    Success is noisy with few prompts an iteration: a fall has to exceed FALL standard errors of its EMA as
-    well, which follow from the changes between iterations, a new best RISE.
+    Success is noisy with few prompts an iteration: a new best is RISE above the old one, and a fall exceeds
+    FALL standard errors of the EMA as well, which follow from the changes between iterations.
     The thresholds are ours, set on healthy runs of the tiny model; the papers give the signs, not the numbers
     (v2's early stop: std under 10 % of its first-10 mean for 10 steps).
 
