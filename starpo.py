@@ -33,10 +33,11 @@ ALGOS = ("ppo", "bi_level_gae", "grpo", "dr_grpo", "brpo", "arpo", "rloo", "rein
 RETURN_NORM = {"arpo": "raw", "brpo": "batch", "grpo": "group", "dr_grpo": "group-mean",
                "rloo": "leave-one-out", "reinforce_pp": "raw", "gigpo": "group"}
 
-# These whiten their token advantages. REINFORCE++ (arXiv 2501.03262) is nothing more; its variant for groups
-# first subtracts the group's mean. Our KL term stays in the loss (the paper: in the reward; the variant, k2).
+# These whiten their token advantages. REINFORCE++ (arXiv 2501.03262) is nothing more; its variant with a
+# baseline first subtracts the group's mean. Its KL term is in the reward, the variant's in the loss (k2): we
+# have it in the loss, as for all algorithms without a critic.
 WHITENED = ("ppo", "bi_level_gae", "reinforce_pp")
-BASELINES = {"none": "raw", "group": "group-mean"}                    # reinforce_pp: its setting, RETURN_NORM
+BASELINES = {"none": "raw", "group": "group-mean"}                    # in place of reinforce_pp's RETURN_NORM
 
 FILTERS = ("top_k", "top_k_abs", "top_p", "top_p_softmax", "min_p")
 
@@ -79,7 +80,8 @@ def normalize_returns(traj_return: Tensor, group: Tensor, how: str, tag: Tensor 
     how  "raw"            R
          "batch"          (R - mean) / std over the rows of the same tag (Eq. 5 as printed)
          "group"          (R - mean) / std over the row's group (Eq. 5 in code and field)
-         "group-mean"     R - mean of the group (Dr. GRPO, arXiv 2503.20783: the std favours easy prompts)
+         "group-mean"     R - mean of the group (Dr. GRPO, arXiv 2503.20783: dividing by the std would favour
+                          prompts that are solved nearly always or nearly never)
          "leave-one-out"  R - mean of the group's other rows = n / (n - 1) (R - mean) (RLOO, arXiv 2402.14740)
     tag (B,) long        environment of the row, so that "batch" compares like with like in a run on several
                          tasks (in the released code the grouping "inductive"); None = one task. The other
@@ -115,11 +117,12 @@ def clip_returns(normalized: Tensor, low: float, high: float) -> Tensor:
 
 def length_weights(lengths: Tensor) -> Tensor:
     """
-    Weigh rows by mean length / own length, (B,), for the advantages: long episodes push no harder than short.
+    Weigh rows by mean length / own length, so that long episodes push no harder than short ones.
 
-    lengths (B,)  trained tokens of each row of the update batch, over all ranks; a row of 0 gets 0
-    From the released code (grpo_advantage_length_weight). With the divisor "token-mean" the policy loss
-    becomes that of "seq-mean-token-mean"; with the latter, lengths count twice.
+    lengths (B,)  trained tokens of each row of the update batch, over all ranks
+    Returns (B,) float32, a factor of the advantages; 0 for a row of no tokens. From the released code
+    (grpo_advantage_length_weight). With the divisor "token-mean" the policy loss becomes that of
+    "seq-mean-token-mean"; with the latter, lengths would count twice.
 
     >>> length_weights(torch.tensor([1, 3])).tolist()
     [2.0, 0.6666666865348816]
@@ -130,9 +133,10 @@ def length_weights(lengths: Tensor) -> Tensor:
 
 def spread_weights(traj_return: Tensor, group: Tensor) -> Tensor:
     """
-    Weigh rows by their group's std / the largest group's std, (B,), for the advantages: a soft filter.
+    Weigh rows by their group's std / the largest group's std: a soft filter (RAGEN-2, arXiv 2604.06268).
 
-    traj_return, group (B,)  as in group_stats. From RAGEN-2's code (arXiv 2604.06268). No spread at all: 0.
+    traj_return, group (B,)  as in group_stats, before any normalising
+    Returns (B,) float32, a factor of the advantages; 0 where no group has any spread.
     """
     index, _, std = group_stats(traj_return, group)
     return (std / std.max()).where(std != 0, 0.0)[index].float()
@@ -140,10 +144,10 @@ def spread_weights(traj_return: Tensor, group: Tensor) -> Tensor:
 
 def kept_scale(kept: Tensor, how: str) -> float:
     """
-    Compute the factor of all advantages that makes up for a filter: few kept groups, a small step.
+    Compute a factor of all advantages for a filtered batch: few kept rows, a small step (RAGEN-2's code).
 
     kept (B,)  bool, of filter_groups
-    how        "none" 1, "linear" the kept fraction of the rows, "sqrt" its root (RAGEN-2's code)
+    how        "none" 1, "linear" the kept fraction of the rows, "sqrt" its root
     """
     powers = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
     if how not in powers:
@@ -301,7 +305,8 @@ def bi_level_gae(rewards: Tensor, values: Tensor, loss_mask: Tensor, turn_ids: T
     rewards, values, loss_mask, gamma, lam, bootstrap  as in gae; the turn's reward stands at e_k
     turn_ids (B, T) long  turn of each token; used on the mask only
     gamma_turn            discount per turn, in [0, 1]; VAGEN's scripts 0.9 to 0.99
-    Returns advantages and value targets (advantages + values) as gae does; with all three numbers 1 its own.
+    Returns advantages and value targets (advantages + values) as gae does; gae's own where gamma, lam and
+    gamma_turn are 1 and rewards stand at turn ends alone. Others (a KL term) reach their own turn only.
     As released, e_k gets A(e_k) in place of a token's own delta. Unlike there, turns end by turn_ids, never
     by reward != 0, so that a failed episode works, and a truncated one is bootstrapped, with gamma_turn.
 

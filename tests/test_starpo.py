@@ -389,6 +389,29 @@ def test_bi_level_gae_values(gamma, lam, gamma_turn, boot, want):
     assert not advantages[~mask].any() and not returns[~mask].any()
 
 
+def test_bi_level_gae_equals_the_plain_loops():
+    """Two loops over one row, turns and then tokens, give what the packed loop gives; and gae for all 1."""
+    e = random_episodes(3)
+    at_ends = starpo.token_rewards(e["turn_rewards"], e["turn_ids"], e["loss_mask"])
+    rewards = at_ends + 0.1 * e["values"].cos()                      # as with a KL term in the reward
+    v, boot, ids = e["values"], e["bootstrap"], e["turn_ids"]
+    want = torch.zeros_like(v)
+    for b, mask in enumerate(e["loss_mask"]):
+        columns = mask.nonzero()[:, 0].tolist()
+        ends = [t for t, u in zip(columns, columns[1:] + [None]) if u is None or ids[b, t] != ids[b, u]]
+        next_v, a = boot[b], 0.0
+        for t in reversed(ends):
+            a = rewards[b, t] + 0.7 * next_v - v[b, t] + 0.7 * 0.8 * a
+            want[b, t], next_v = a, v[b, t]
+        for t, u in reversed(list(zip(columns, columns[1:]))):
+            if t not in ends:
+                want[b, t] = rewards[b, t] + 0.9 * v[b, u] - v[b, t] + 0.9 * 0.8 * want[b, u]
+    got, _ = starpo.bi_level_gae(rewards, v, e["loss_mask"], ids, 0.9, 0.8, 0.7, boot)
+    assert_close(got, want, atol=1e-5)
+    got, _ = starpo.bi_level_gae(at_ends, v, e["loss_mask"], ids, 1, 1, 1, boot)
+    assert_close(got, starpo.gae(at_ends, v, e["loss_mask"], 1, 1, boot)[0], atol=1e-5)
+
+
 def test_bi_level_gae_of_a_failed_episode():
     """All rewards 0, and a row without a token: the released code raises IndexError on the former."""
     mask, turn_ids = mask_of("0110", "0000"), torch.tensor([[0, 0, 1, 1]] * 2)
