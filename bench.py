@@ -42,9 +42,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 import envs
 import rollout
-import starpo
 import train
 from model import ActorCritic, load_model
+from settings import UserError, load_config
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 LARGE_VOCAB = 151_936       # words of Qwen2.5
@@ -237,11 +237,9 @@ class Bed:
 
     def steps(self, trajectories, o):
         """Trajectories as optimizer steps, advantages included."""
-        returns = torch.tensor([t.traj_return for t in trajectories])
-        group = torch.tensor([t.group for t in trajectories])
-        scores = starpo.normalize_returns(returns, group, starpo.RETURN_NORM["grpo"])
-        steps = train.split_steps(trajectories, list(range(len(group))), settings(o), self.accelerator, self.device)
-        train.prepare(self.policy, steps, scores, settings(o), self.accelerator)
+        cfg, kept = settings(o), torch.ones(len(trajectories), dtype=torch.bool)
+        steps = train.split_steps(trajectories, list(range(len(kept))), cfg, self.accelerator, self.device)
+        train.prepare(self.policy, steps, train.credit(trajectories, kept, cfg), cfg, self.accelerator)
         return steps
 
     def update(self, steps, o, variant="ours"):
@@ -254,8 +252,7 @@ class Bed:
 
 def unshared(step):
     """The same step without shared prompts: the one difference between "ours" and "plain"."""
-    off = {f.name: None for f in dataclasses.fields(rollout.Batch) if f.name == "prefix"}
-    return replace(step, batches=[replace(b, **off) for b in step.batches])
+    return replace(step, batches=[replace(b, prefix=None) for b in step.batches])
 
 
 class FullLogits(torch.nn.Module):
@@ -488,7 +485,7 @@ def bench_trl(bed, o, report):
 
 # What counts as the model's: its passes with the mask they need, the head, the draw, the cache's rearranging.
 MODEL_SIDE = ((ActorCritic, "logits"), (rollout, "draw"), (rollout.Rows, "feed"), (rollout.Rows, "align"),
-              (rollout.Rows, "select"))
+              (rollout.Rows, "select"), (rollout.Rows, "join"), (rollout.FixedStep, "feed"))
 
 
 @contextlib.contextmanager
@@ -534,7 +531,7 @@ def bench_outside(bed, o, report):
     worst = 0.0
     for world in ("FrozenLake", "Sokoban"):
         long = replace(settings(o), env=world, think=True, terse=False, max_context=4000)
-        short = train.load_config(train.Config, [f"--config={ROOT}/configs/tiny_{world.lower()}.py"])[0]
+        short = load_config(train.Config, [f"--config={ROOT}/configs/tiny_{world.lower()}.py"])[0]
         for policy, chat, cfg, said, end in (
                 (bed.policy, talk, long, scripted((thought + move)[-o.new:]), ""),
                 (small, rollout.Chat(tokenizer, think=False), short, contextlib.nullcontext(), "_tiny")):
@@ -647,14 +644,14 @@ def check_options(o):
     """Refuse what can't be run, with what can."""
     for name in o.only.split(",") if o.only else ():
         if name not in BENCHES:
-            raise train.UserError(f"only={o.only!r}: {name!r} is none of {', '.join(BENCHES)}")
+            raise UserError(f"only={o.only!r}: {name!r} is none of {', '.join(BENCHES)}")
     for name, least in dict(repeats=1, prompts=1, members=2, turns=1, new=1, prompt=3, observed=3).items():
         if getattr(o, name) < least:
-            raise train.UserError(f"{name} must be at least {least}, got {getattr(o, name)}")
+            raise UserError(f"{name} must be at least {least}, got {getattr(o, name)}")
     if o.shape not in SHAPES:
-        raise train.UserError(f"shape must be one of {', '.join(SHAPES)}, got {o.shape!r}")
+        raise UserError(f"shape must be one of {', '.join(SHAPES)}, got {o.shape!r}")
     if o.device not in ("", "cpu", "cuda") or o.device == "cuda" and not torch.cuda.is_available():
-        raise train.UserError(f"device must be '', 'cpu' or, where PyTorch sees one, 'cuda'; got {o.device!r}")
+        raise UserError(f"device must be '', 'cpu' or, where PyTorch sees one, 'cuda'; got {o.device!r}")
 
 
 def main(o):
@@ -683,10 +680,10 @@ if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     warnings.filterwarnings("ignore")       # of the libraries, about each other
     try:
-        options = train.load_config(Options, sys.argv[1:])[0]
+        options = load_config(Options, sys.argv[1:])[0]
         check_options(options)
         train.set_threads()
         main(options)
-    except train.UserError as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,20 +1,23 @@
 """
-Diagnostics as plain maths: is a run about to collapse, does it still think, and about its prompt?
+Diagnostics: is a run about to collapse, does it still think, and about its prompt?
 
   EchoTrap                            a verdict for each iteration's metrics: ok, warn or collapse
   thought, reasoning_health           what the responses of an iteration look like
   repeated_ngrams, pass_at_k          ... how repetitive, how good the best of k
-  cross_score, template_collapse      RAGEN-2's test whether reasoning depends on its prompt
+  template_metrics                    RAGEN-2's test whether reasoning depends on its prompt
+  thought_pairs, cross_score, template_collapse      ... its three steps
 
 Nothing here changes a run. v1 is RAGEN, arXiv 2504.20073, v2 is RAGEN-2, arXiv 2604.06268.
 """
+import bisect
 import copy
 import math
 from collections import defaultdict
-from typing import Callable
 
 import torch
 from torch import Tensor
+
+from rollout import Trajectory, make_batch, micro_batches
 
 
 class EchoTrap:
@@ -184,20 +187,17 @@ def pass_at_k(success, group, k: int) -> float | None:
     return sum(chances) / len(chances) if chances else None
 
 
-def reasoning_health(responses, group, valid, thought_tokens=None) -> dict:
+def reasoning_health(responses, group) -> dict:
     """
     Describe an iteration's responses, one entry per turn in each list; linear in the text.
 
-    responses       texts, with the prefilled tag
-    group           any name of what stands side by side, say (group, turn); distinct_frac compares inside it
-    valid           bool, the answer was well-formed and known
-    thought_tokens  the token ids of each thinking part, if they are known; else the metric is left out
+    responses  texts, with the prefilled tag
+    group      any name of what stands side by side, say (group, turn); distinct_frac compares inside it
     Returns a dict of numbers, {} for no response:
-      thought_words, thought_tokens  mean length of the thinking part; collapse shortens it
-      thought_frac                   turns with any thought
-      distinct_frac                  distinct responses / responses, mean over groups; 1 / size = all the same
-      repeat_frac                    repeated_ngrams of the words, n = 4
-      valid_frac                     turns with a valid answer
+      thought_words  mean length of the thinking part; collapse shortens it
+      thought_frac   turns with any thought
+      distinct_frac  distinct responses / responses, mean over groups; 1 / size = all the same
+      repeat_frac    repeated_ngrams of the words, n = 4
     """
     if not responses:
         return {}
@@ -206,50 +206,70 @@ def reasoning_health(responses, group, valid, thought_tokens=None) -> dict:
     for r, g in zip(responses, group, strict=True):
         groups[g].append(r)
     num = len(responses)
-    out = {"thought_words": sum(map(len, thoughts)) / num,
-           "thought_frac": sum(map(bool, thoughts)) / num,
-           "distinct_frac": sum(len(set(x)) / len(x) for x in groups.values()) / len(groups),
-           "repeat_frac": repeated_ngrams([r.split() for r in responses]),
-           "valid_frac": sum(map(bool, valid)) / num}
-    if thought_tokens is not None:
-        out["thought_tokens"] = sum(map(len, thought_tokens)) / num
-    return out
+    return {"thought_words": sum(map(len, thoughts)) / num,
+            "thought_frac": sum(map(bool, thoughts)) / num,
+            "distinct_frac": sum(len(set(x)) / len(x) for x in groups.values()) / len(groups),
+            "repeat_frac": repeated_ngrams([r.split() for r in responses])}
 
 
 # Template collapse
 
 @torch.no_grad()
-def cross_score(prompts, reasonings, score: Callable[[Tensor, Tensor], Tensor], max_tokens: int,
-                device: torch.device | str = "cpu") -> Tensor:
+def cross_score(policy, contexts, thoughts, temperature: float, budget: int) -> Tensor:
     """
-    Score every reasoning under every prompt by teacher forcing, L[i, j] = mean log p(z_i | x_j) (v2).
+    Score every thought under every context by teacher forcing, L[i, j] = mean log p(z_i | x_j) (v2).
 
-    prompts, reasonings  N lists of token ids each, none empty; reasoning i was sampled after prompt i
-    score                (tokens (b, T) int64, loss_mask (b, T) bool) to log-probs (b, T), with column t about
-                         tokens[:, t]; the rows are padded on the right with id 0
-    max_tokens           padded tokens of one call, a bound on memory; a single longer row goes alone
-    Returns L (N, N) float64 on the CPU, in nats per token. N^2 rows are scored: choose N small.
+    policy              model.ActorCritic
+    contexts, thoughts  N lists of token ids each, none empty; thought i was sampled after context i
+    temperature, budget of sampling; padded tokens of one pass, a bound on memory
+    Returns L (N, N) float64 on the CPU, in nats per token. N^2 rows are scored, each context run once: choose
+    N small.
     """
-    if len(prompts) != len(reasonings) or not all(map(len, [*prompts, *reasonings])):
-        raise ValueError("cross_score needs one prompt for each reasoning, none of them empty, got lengths "
-                         f"{[len(x) for x in prompts]} and {[len(z) for z in reasonings]}")
-    rows = sorted((len(x) + len(z), i, j) for i, z in enumerate(reasonings) for j, x in enumerate(prompts))
-    scored, start = [], 0
-    while start < len(rows):
-        stop = start + 1                                              # by length: the last row is the widest
-        while stop < len(rows) and (stop + 1 - start) * rows[stop][0] <= max_tokens:
-            stop += 1
-        chunk, width = rows[start:stop], rows[stop - 1][0]
-        tokens = torch.tensor([prompts[j] + reasonings[i] + [0] * (width - n) for n, i, j in chunk])  # (b, T)
-        first, end = torch.tensor([[len(prompts[j]), n] for n, i, j in chunk]).T[:, :, None]          # (b, 1)
-        columns = torch.arange(width)
-        mask = ((columns >= first) & (columns < end)).to(device)      # (b, T) the reasoning
-        logprobs = score(tokens.to(device), mask).double().where(mask, 0.0)
-        scored.append(logprobs.sum(1) / mask.sum(1))
-        start = stop
-    out = torch.empty(len(prompts), len(prompts), dtype=torch.float64)
-    _, i, j = torch.tensor(rows).T
-    out[i, j] = torch.cat(scored).cpu()
+    rows = [Trajectory(tokens=x + z, loss_mask=[0] * len(x) + [1] * len(z), logprobs=[0.0] * len(x + z),
+                       turn_ids=[0] * len(x + z)) for z in thoughts for x in contexts]
+    out = torch.empty(len(rows), dtype=torch.float64)
+    for run in micro_batches(rows, range(len(rows)), budget, share_prefix=True):
+        b = make_batch(rows, run, policy.device, share_prefix=True)
+        logprobs = policy(b.tokens, b.loss_mask, temperature=temperature, prefix=b.prefix, entropy=False)["logprobs"]
+        out[run] = (logprobs.double().sum(1) / b.loss_mask.sum(1)).cpu()
+    return out.view(len(thoughts), len(contexts))
+
+
+def thought_pairs(trajectories, decode, first_turn: bool, most: int) -> tuple[list, list]:
+    """
+    Sample contexts (all tokens before a response) and thoughts (its tokens up to "</think>"), one of each group.
+
+    decode      token ids to text
+    first_turn  the first response, else one in turn: the first group's first, the second group's second, ...
+    most        at most so many pairs; groups of one and the same context count once
+    """
+    firsts, pairs = {}, {}
+    for t in trajectories:
+        firsts.setdefault(t.group, t)
+    for t in firsts.values():
+        turn = 0 if first_turn else len(pairs) % len(t.turn_rewards)
+        at = [i for i, (sampled, k) in enumerate(zip(t.loss_mask, t.turn_ids)) if sampled and k == turn]
+        ids = t.tokens[at[0]:at[-1] + 1]
+        closed = bisect.bisect_left(range(len(ids)), True, key=lambda n: "</think>" in decode(ids[:n]))
+        pairs.setdefault(tuple(t.tokens[:at[0]]), ids[:closed])
+    pairs = list(pairs.items())[:most]
+    return [list(x) for x, _ in pairs], [z for _, z in pairs]
+
+
+def template_metrics(policy, tokenizer, trajectories, cfg) -> dict:
+    """
+    Test on an iteration's episodes whether thoughts depend on what they follow: template_collapse of a sample.
+
+    cfg  settings template_pairs, temperature, micro_batch_tokens
+    Returns its numbers as template/first/... (first turns, under first prompts) and template/all/... (any turn,
+    under whole histories); {} where fewer than two prompts differ.
+    """
+    out = {}
+    for name, first_turn in (("first", True), ("all", False)):
+        contexts, thoughts = thought_pairs(trajectories, tokenizer.decode, first_turn, cfg.template_pairs)
+        if len(contexts) > 1:
+            scores = cross_score(policy, contexts, thoughts, cfg.temperature, cfg.micro_batch_tokens)
+            out |= {f"template/{name}/{key}": x for key, x in template_collapse(scores).items()}
     return out
 
 

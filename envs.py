@@ -62,6 +62,10 @@ class TextEnv:
         """Return a best action from here with `actions_left` (≥ 1) to go, None where all is lost; optional."""
         raise NotImplementedError(f"{type(self).__name__} has no optimal policy")
 
+    def state_key(self, observation: str) -> str:
+        """Name the state that `observation` shows: actions from equal keys are compared (gigpo). Default: the text."""
+        return observation
+
     def thought(self, action: str) -> str:
         """Word what one may think here before `action`, for supervised play with think=True; optional, "" = nothing."""
         return ""

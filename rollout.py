@@ -7,6 +7,7 @@ and the loss mask is written when a token is sampled.
 Read `collect` first. Legend: B rows, T tokens, K turns, V vocabulary.
 """
 
+import hashlib
 import itertools
 import sys
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ class Trajectory:
     turn_ids: list = field(default_factory=list)    # turn, from 0; an observation belongs to the turn it opens
 
     turn_rewards: list = field(default_factory=list)  # (K,) reward of each turn, format penalty included
+    state_keys: list = field(default_factory=list)    # (K,) int, names the state that each turn starts from
     format_ok: list = field(default_factory=list)     # (K,) bool: the answer was well-formed, all actions known
     messages: list = field(default_factory=list)      # the episode as chat messages, for people and logs
     group: int = 0                                  # episodes of one group share their task and their prompt
@@ -90,6 +92,10 @@ class Batch:
     advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None
 
+    def take(self, x):
+        """This batch's rows of a tensor that has one for each trajectory of the list."""
+        return x[self.index.to(x.device)].to(self.index.device)
+
 
 def make_batch(trajectories, index, device, share_prefix=False):
     """Stack trajectories[i] for i in index as a Batch on a device; share_prefix: find the prompts they share."""
@@ -125,6 +131,41 @@ def shared_prefix(rows, device):
                   of=torch.tensor([number[prompt] for prompt in prompts], device=device),
                   lengths=torch.tensor(lengths, device=device), width=max(lengths),
                   rest=max(len(t.tokens) - t.prompt_len for t in rows), ragged=min(lengths) < max(lengths))
+
+
+def micro_batches(trajectories, rows, budget, share_prefix=False):
+    """Split row numbers into runs whose padded size is at most `budget` tokens (or one row).
+
+    share_prefix: a prompt counts once for all the rows of a run. Runs of similar length waste the least padding,
+    runs of whole groups the fewest prompts: the split with the fewest tokens in all is taken.
+    """
+    lead = {i: trajectories[i].prompt_len if share_prefix else 0 for i in rows}
+    rest = {i: len(trajectories[i].tokens) - lead[i] for i in rows}
+    texts = {i: tuple(trajectories[i].tokens[:lead[i]]) for i in rows}
+    number = {text: n for n, text in enumerate(dict.fromkeys(texts.values()))}
+    prompt = {i: number[texts[i]] for i in rows}
+    longest = {}        # prompt -> the longest remainder of its rows
+    for i in rows:
+        longest[prompt[i]] = max(longest.get(prompt[i], 0), rest[i])
+
+    def split(order):
+        runs, sizes = [[]], [0]
+        prompts, width, tail = set(), 0, 0          # of the run that grows: its prompts, their and its rests' width
+        for i in order:
+            prompts, width, tail = prompts | {prompt[i]}, max(width, lead[i]), max(tail, rest[i])
+            size = len(prompts) * width + (len(runs[-1]) + 1) * tail
+            if runs[-1] and size > budget:
+                prompts, width, tail = {prompt[i]}, lead[i], rest[i]
+                size = width + tail
+                runs.append([])
+                sizes.append(0)
+            runs[-1].append(i)
+            sizes[-1] = size
+        return sum(sizes), [run for run in runs if run]
+
+    by_length = split(sorted(rows, key=rest.get))
+    by_group = split(sorted(rows, key=lambda i: (longest[prompt[i]], prompt[i], rest[i])))
+    return min(by_length, by_group, key=lambda x: x[0])[1]
 
 
 # ---------------------------------------------------------------------------------------------- seeds
@@ -659,6 +700,8 @@ class Game:
     def play(self, actions, format_ok, cut=False):
         """Play a turn's actions and word the next message. cut: no stop token within max_new_tokens or context."""
         traj, reward = self.traj, 0.0
+        name = hashlib.blake2b(self.env.state_key(self.observation).encode(), digest_size=8).digest()
+        traj.state_keys.append(int.from_bytes(name, "big") >> 1)        # not hash(): the same on every rank
         for action in actions[:self.actions_left]:
             self.observation, r, terminated, truncated, info = self.env.step(action)
             self.actions_left -= 1

@@ -20,9 +20,9 @@ import torch
 
 import envs
 from model import ActorCritic, ModelError, load_model
-from rollout import SYSTEM, Chat, Episode, Game, make_batch
+from rollout import SYSTEM, Chat, Episode, Game, make_batch, micro_batches
 from settings import UserError, load_config
-from train import micro_batches, set_threads
+from train import set_threads
 
 
 @dataclass

@@ -33,10 +33,12 @@ ALGOS = ("ppo", "bi_level_gae", "grpo", "dr_grpo", "brpo", "arpo", "rloo", "rein
 RETURN_NORM = {"arpo": "raw", "brpo": "batch", "grpo": "group", "dr_grpo": "group-mean",
                "rloo": "leave-one-out", "reinforce_pp": "raw", "gigpo": "group"}
 
+CRITICS = {"ppo", "bi_level_gae"}                                     # credit each token by a learned value
+
 # These whiten their token advantages. REINFORCE++ (arXiv 2501.03262) is nothing more; its variant with a
 # baseline first subtracts the group's mean. Its KL term is in the reward, the variant's in the loss (k2): we
 # have it in the loss, as for all algorithms without a critic.
-WHITENED = ("ppo", "bi_level_gae", "reinforce_pp")
+WHITENED = CRITICS | {"reinforce_pp"}
 BASELINES = {"none": "raw", "group": "group-mean"}                    # in place of reinforce_pp's RETURN_NORM
 
 FILTERS = ("top_k", "top_k_abs", "top_p", "top_p_softmax", "min_p")

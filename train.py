@@ -23,10 +23,11 @@ from dataclasses import dataclass, field
 import torch
 from tqdm import tqdm
 
+import diagnostics
 import envs
 import starpo
 from model import ModelError, load_model
-from rollout import Chat, ContextError, collect, make_batch, train_episodes, validation_episodes
+from rollout import Chat, ContextError, collect, make_batch, micro_batches, train_episodes, validation_episodes
 from settings import UserError, load_config
 
 
@@ -34,9 +35,9 @@ from settings import UserError, load_config
 class Config:
     # what is trained
     model: str = "Qwen/Qwen2.5-0.5B-Instruct"   # hub name, local folder, an earlier run's policy, a PEFT adapter
-    env: str = "FrozenLake"             # a name in envs.ENVS
-    env_args: dict = field(default_factory=dict)    # keyword arguments of the environment's class
-    algo: str = "ppo"                   # ppo | grpo | brpo | arpo
+    env: str = "FrozenLake"             # a name in envs.ENVS; several with commas: the groups take turns
+    env_args: dict = field(default_factory=dict)    # keyword arguments of the environment's class (of one)
+    algo: str = "ppo"                   # ppo | bi_level_gae | grpo | dr_grpo | brpo | arpo | rloo | reinforce_pp | gigpo
     lora_rank: int = 64                 # rank = alpha on all linear layers (8 .. 128); 0 = train all weights
     seed: int = 0                       # tasks, luck and sampling noise of training; evaluation has its own
     out_dir: str = "runs/default"       # must not hold a run yet
@@ -64,18 +65,38 @@ class Config:
     terse: bool = False                 # short messages without instruction, for small models that know the task
     action_sep: str = "||"              # between actions in an answer
     rollout_batch: int = 256            # episodes decoded at once (memory only); 0 = all
+    refill: int = 0                     # DAPO: at most so many rollouts more until P groups have spread; 0 = off
+
+    # filter: which groups are trained on
+    filter_keep: float = 0.25           # how much of them, 1 = no filter; what it measures is filter_by's business
+    filter_by: str = "top_k"            # top_k (fraction of groups) | top_k_abs (number) | top_p | top_p_softmax
+    #                                     (share of the score) | min_p (of the highest score)
+    filter_score: str = "std"           # of a group's returns; or the group's mean of "return", "entropy", "length"
+    filter_zero: bool = True            # whether a group of score 0 can be kept
+    spread_weight: bool = False         # soft filter: advantages x own std / largest std of a group
+    kept_scale: str = "none"            # advantages x the kept fraction ("linear") or its root ("sqrt")
+    empty_stop: int = 5                 # stop after so many iterations in a row with nothing kept
 
     # StarPO
-    filter_keep: float = 0.25           # fraction of groups kept, by the spread of their returns; 1 = no filter
     clip_low: float = 0.2               # the ratio is clipped to 1 - clip_low .. 1 + clip_high
     clip_high: float = 0.28             # 0.2 = plain StarPO
+    dual_clip: float = 0.0              # bound of the loss for bad tokens of large ratio (usual: 3); 0 = off
+    tis_cap: float = 0.0                # truncated importance sampling of sampler to trainer (usual: 2); 0 = off
     kl_coef: float = 0.0                # 0 = no KL (StarPO-S); 0.001 = plain: in the reward (ppo), else in the loss;
     #                                     the reference is the start, with LoRA the model without its adapter
     kl_kind: str = "k3"                 # estimator of the KL in the loss: k2 | k3; ppo's reward takes k1
     entropy_coef: float = 0.001         # bonus per nat (0 .. 0.01)
-    gamma: float = 1.0                  # ppo: discount per token
-    lam: float = 1.0                    # ppo: GAE's λ per token (0.9 .. 1)
-    value_clip: float = 0.5             # ppo: values move at most this far from the old ones; 0 = free
+    gamma: float = 1.0                  # ppo, bi_level_gae: discount per token
+    lam: float = 1.0                    # ppo, bi_level_gae: GAE's λ (0.9 .. 1)
+    gamma_turn: float = 0.95            # bi_level_gae, gigpo: discount per turn
+    value_clip: float = 0.5             # ppo, bi_level_gae: values move at most this far from the old ones; 0 = free
+    baseline: str = "none"              # reinforce_pp: "group" subtracts the group's mean first
+    step_coef: float = 1.0              # gigpo: weight of the advantage among actions from the same state
+    gigpo_std: bool = True              # gigpo: divide by the std, on both levels
+    whiten: bool = False                # advantages to mean 0, std 1 over the update batch's tokens (ppo always)
+    length_weight: bool = False         # advantages x mean length / own length of the episode
+    adv_clip_low: float = 0.0           # normalised returns are cut at -adv_clip_low (usual: 1); 0 = off
+    adv_clip_high: float = 0.0          # ... and at adv_clip_high (usual: 3); 0 = off
     loss_divisor: str = "token-mean"    # or seq-mean-token-mean (the paper's), seq-mean-token-sum-norm (Dr. GRPO)
 
     # optimisation
@@ -89,10 +110,21 @@ class Config:
     grad_clip: float = 1.0              # norm, policy and critic apart
     weight_decay: float = 0.01          # AdamW
 
+    # diagnostics
+    on_collapse: str = "continue"       # or "stop", where the Echo Trap has closed
+    echo_fall: float = 0.4              # warn where std or entropy is under this fraction of its early level ...
+    echo_patience: int = 15             # ... and success has not risen for so many iterations
+    template_every: int = 20            # iterations between tests whether thoughts depend on their prompts; 0 = never
+    template_pairs: int = 16            # prompts and thoughts in such a test, each thought under each prompt
+
 
 # ---------------------------------------------------------------------------------------------- settings
 
-ONLY_PPO = ("gamma", "lam", "value_clip", "critic_lr")
+# settings that only some algorithms read
+READ_BY = {**dict.fromkeys(("gamma", "lam", "value_clip", "critic_lr"), starpo.CRITICS),
+           **dict.fromkeys(("adv_clip_low", "adv_clip_high", "length_weight"), set(starpo.ALGOS) - starpo.CRITICS),
+           "gamma_turn": {"bi_level_gae", "gigpo"}, "baseline": {"reinforce_pp"}, "step_coef": {"gigpo"},
+           "gigpo_std": {"gigpo"}, "whiten": set(starpo.ALGOS) - starpo.WHITENED}
 
 
 def check_config(cfg, typed=(), filed=()):
@@ -104,16 +136,31 @@ def check_config(cfg, typed=(), filed=()):
     need(cfg.algo in starpo.ALGOS, "algo", "one of " + ", ".join(starpo.ALGOS))
     for name in ("prompts_per_iter", "group_size", "max_turns", "max_actions", "max_actions_per_turn",
                  "max_new_tokens", "update_batch", "updates_per_rollout", "micro_batch_tokens", "eval_tasks",
-                 "log_every", "log_rollouts_every"):
+                 "log_every", "log_rollouts_every", "empty_stop", "echo_patience"):
         need(getattr(cfg, name) >= 1, name, "at least 1")
     for name in ("max_iters", "eval_every", "lora_rank", "rollout_batch", "log_rollouts", "lr", "critic_lr",
-                 "eval_temperature", "weight_decay", "kl_coef", "entropy_coef", "value_clip", "seed"):
+                 "eval_temperature", "weight_decay", "kl_coef", "entropy_coef", "value_clip", "seed", "refill",
+                 "step_coef", "adv_clip_low", "adv_clip_high", "template_every"):
         need(getattr(cfg, name) >= 0, name, "at least 0")
     need(cfg.max_iters or cfg.eval_every, "max_iters", "above 0 where eval_every is 0: nothing would happen")
     need(cfg.temperature > 0, "temperature", "above 0: the loss needs a distribution")
     need(cfg.grad_clip > 0, "grad_clip", "above 0 (inf = no clipping)")
     need(cfg.max_context >= 2, "max_context", "at least 2")
-    need(0 < cfg.filter_keep <= 1, "filter_keep", "above 0 and at most 1")
+    need(cfg.filter_by in starpo.FILTERS, "filter_by", "one of " + ", ".join(starpo.FILTERS))
+    if cfg.filter_by == "top_k_abs":
+        need(cfg.filter_keep >= 1 and cfg.filter_keep == int(cfg.filter_keep), "filter_keep",
+             "a whole number of groups, 1 or more, for filter_by='top_k_abs'")
+    else:
+        need(0 < cfg.filter_keep <= 1, "filter_keep", "above 0 and at most 1")
+    need(cfg.filter_score in FILTER_SCORES, "filter_score", "one of " + ", ".join(FILTER_SCORES))
+    need(cfg.kept_scale in ("none", "linear", "sqrt"), "kept_scale", "none, linear or sqrt")
+    need(cfg.dual_clip == 0 or cfg.dual_clip > 1, "dual_clip", "above 1 (0 = off)")
+    need(cfg.tis_cap == 0 or cfg.tis_cap >= 1, "tis_cap", "at least 1 (0 = off)")
+    need(cfg.baseline in starpo.BASELINES, "baseline", "one of " + ", ".join(starpo.BASELINES))
+    need(0 <= cfg.gamma_turn <= 1, "gamma_turn", "between 0 and 1")
+    need(cfg.on_collapse in ("continue", "stop"), "on_collapse", "continue or stop")
+    need(0 <= cfg.echo_fall < 1, "echo_fall", "at least 0 and below 1")
+    need(cfg.template_pairs >= 2, "template_pairs", "at least 2")
     need(0 < cfg.clip_low < 1, "clip_low", "between 0 and 1")
     need(cfg.clip_high > 0, "clip_high", "above 0")
     need(0 <= cfg.gamma <= 1, "gamma", "between 0 and 1")
@@ -125,17 +172,27 @@ def check_config(cfg, typed=(), filed=()):
     if cfg.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device='cuda' was asked for, but PyTorch sees no CUDA device. Leave device='' for the CPU, "
                         "or install a CUDA build of torch.")
-    if cfg.algo == "grpo" and cfg.group_size == 1:
-        raise UserError("algo='grpo' compares the members of a group: group_size must be at least 2, got 1")
-    if cfg.filter_keep < 1 and cfg.group_size == 1:
-        raise UserError("filter_keep < 1 ranks groups by their spread: group_size must be at least 2, got 1 "
-                        "(or set filter_keep=1)")
+    in_group = cfg.algo in ("grpo", "dr_grpo", "rloo", "gigpo") or cfg.algo == "reinforce_pp" and cfg.baseline == "group"
+    if in_group and cfg.group_size == 1:
+        raise UserError(f"algo={cfg.algo!r} compares the members of a group: group_size must be at least 2, got 1")
+    ranks = cfg.filter_keep < 1 and cfg.filter_score == "std" or cfg.refill or cfg.spread_weight
+    if ranks and cfg.group_size == 1:
+        raise UserError("a filter by the spread of a group needs group_size of at least 2, got 1 (or set filter_keep=1, "
+                        "refill=0 and spread_weight=False)")
+    if cfg.length_weight and cfg.loss_divisor == "seq-mean-token-mean":
+        raise UserError("length_weight=True and loss_divisor='seq-mean-token-mean' would count lengths twice: take one")
+    if cfg.env_args and "," in cfg.env:
+        raise UserError("env_args belong to one environment, but env names several: register a class of your own for "
+                        "each (README, \"Add your own environment\")")
 
-    unused = {} if cfg.algo == "ppo" else dict.fromkeys(ONLY_PPO, "only algo='ppo' has a critic")
-    if cfg.algo == "ppo":
-        unused["kl_kind"] = "algo='ppo' puts the KL (k1) into the reward"
+    unused = {name: f"algo={cfg.algo!r} doesn't use it, but " + ", ".join(a for a in starpo.ALGOS if a in algos)
+              for name, algos in READ_BY.items() if cfg.algo not in algos}
+    if cfg.algo in starpo.CRITICS:
+        unused["kl_kind"] = f"algo={cfg.algo!r} puts the KL (k1) into the reward"
     elif cfg.kl_coef == 0:
         unused["kl_kind"] = "kl_coef is 0"
+    if not cfg.think:
+        unused |= dict.fromkeys(("template_every", "template_pairs"), "think=False leaves no thoughts to test")
     if cfg.gradient_checkpointing:
         unused["share_prefix"] = "gradient_checkpointing runs every row whole"
     for name in sorted(set(unused) & set(typed)):
@@ -146,13 +203,17 @@ def check_config(cfg, typed=(), filed=()):
 
 def batch_arithmetic(cfg):
     """Say in words what one iteration does, and whether clipping can act."""
-    kept = starpo.kept_count(cfg.prompts_per_iter, cfg.filter_keep)
+    prompts, count = cfg.prompts_per_iter, {"top_k": lambda: starpo.kept_count(cfg.prompts_per_iter, cfg.filter_keep),
+                                            "top_k_abs": lambda: min(cfg.prompts_per_iter, int(cfg.filter_keep))}
+    kept = count.get(cfg.filter_by, lambda: prompts)()
+    most = "" if cfg.filter_by in count and cfg.filter_zero else "at most "
     episodes = kept * cfg.group_size
     steps = cfg.updates_per_rollout * -(-episodes // cfg.update_batch)      # the last batch may be smaller
     clip = "clipping can act" if steps > 1 else "the ratio is exactly 1 and clipping cannot act"
-    return (f"{cfg.prompts_per_iter} prompts x {cfg.group_size} = {cfg.prompts_per_iter * cfg.group_size} episodes "
-            f"an iteration; {kept} of {cfg.prompts_per_iter} groups kept = {episodes} episodes; "
-            f"{cfg.updates_per_rollout} pass(es) in batches of {cfg.update_batch} = {steps} optimizer step(s): {clip}")
+    refill = f" (up to {1 + cfg.refill} times, until {prompts} groups have spread)" if cfg.refill else ""
+    return (f"{prompts} prompts x {cfg.group_size} = {prompts * cfg.group_size} episodes an iteration{refill}; "
+            f"{most}{kept} of {prompts} groups kept = {most}{episodes} episodes; "
+            f"{cfg.updates_per_rollout} pass(es) in batches of {cfg.update_batch} = {most}{steps} optimizer step(s): {clip}")
 
 
 # ---------------------------------------------------------------------------------------------- helpers
@@ -177,39 +238,9 @@ def gather(items, accelerator):
     return gather_object(items)
 
 
-def micro_batches(trajectories, rows, budget, share_prefix=False):
-    """Split row numbers into runs whose padded size is at most `budget` tokens (or one row).
-
-    share_prefix: a prompt counts once for all the rows of a run. Runs of similar length waste the least padding,
-    runs of whole groups the fewest prompts: the split with the fewest tokens in all is taken.
-    """
-    lead = {i: trajectories[i].prompt_len if share_prefix else 0 for i in rows}
-    rest = {i: len(trajectories[i].tokens) - lead[i] for i in rows}
-    texts = {i: tuple(trajectories[i].tokens[:lead[i]]) for i in rows}
-    number = {text: n for n, text in enumerate(dict.fromkeys(texts.values()))}
-    prompt = {i: number[texts[i]] for i in rows}
-    longest = {}        # prompt -> the longest remainder of its rows
-    for i in rows:
-        longest[prompt[i]] = max(longest.get(prompt[i], 0), rest[i])
-
-    def split(order):
-        runs, sizes = [[]], [0]
-        prompts, width, tail = set(), 0, 0          # of the run that grows: its prompts, their and its rests' width
-        for i in order:
-            prompts, width, tail = prompts | {prompt[i]}, max(width, lead[i]), max(tail, rest[i])
-            size = len(prompts) * width + (len(runs[-1]) + 1) * tail
-            if runs[-1] and size > budget:
-                prompts, width, tail = {prompt[i]}, lead[i], rest[i]
-                size = width + tail
-                runs.append([])
-                sizes.append(0)
-            runs[-1].append(i)
-            sizes[-1] = size
-        return sum(sizes), [run for run in runs if run]
-
-    by_length = split(sorted(rows, key=rest.get))
-    by_group = split(sorted(rows, key=lambda i: (longest[prompt[i]], prompt[i], rest[i])))
-    return min(by_length, by_group, key=lambda x: x[0])[1]
+def env_makers(cfg):
+    """{name: callable that returns a fresh environment}, for the names in cfg.env."""
+    return {name.strip(): lambda name=name.strip(): envs.make_env(name, **cfg.env_args) for name in cfg.env.split(",")}
 
 
 def baselines(make_env, cfg):
@@ -220,16 +251,37 @@ def baselines(make_env, cfg):
     return [None if math.isnan(rate) else rate for rate in rates]
 
 
-def evaluate(policy, chat, make_env, cfg, accelerator, base):
-    """Success on the fixed validation tasks, split over ranks, as metrics beside the baselines."""
-    tasks = share(range(cfg.eval_tasks), accelerator)
-    played = collect(policy, chat, make_env, validation_episodes(tasks), cfg, cfg.eval_temperature)
-    wins = gather([t.success for t in played], accelerator)
-    success, (random, optimal) = sum(wins) / len(wins), base
-    known = None not in base and optimal != random
-    score = (success - random) / (optimal - random) if known else None
-    return {f"eval/{cfg.env}/{k}": v for k, v in
-            (("success", success), ("random", random), ("optimal", optimal), ("score", score))}
+def evaluate(policy, chat, makers, cfg, accelerator, base):
+    """Success on the fixed validation tasks, split over ranks, as metrics beside the baselines {env: pair}."""
+    tasks, metrics = share(range(cfg.eval_tasks), accelerator), {}
+    for name, make_env in makers.items():
+        played = collect(policy, chat, make_env, validation_episodes(tasks), cfg, cfg.eval_temperature)
+        wins = gather([t.success for t in played], accelerator)
+        success, (random, optimal) = sum(wins) / len(wins), base[name]
+        known = None not in base[name] and optimal != random
+        score = (success - random) / (optimal - random) if known else None
+        metrics |= {f"eval/{name}/{k}": v for k, v in
+                    (("success", success), ("random", random), ("optimal", optimal), ("score", score))}
+    return metrics
+
+
+def roll_out(policy, chat, makers, cfg, accelerator, it):
+    """Play an iteration's groups, this rank its share, and gather all of them; more rounds of them with cfg.refill.
+
+    Returns every rank's trajectories in the order of groups.
+    """
+    trajectories, names = [], list(makers)
+    for rounds in range(1 + cfg.refill):
+        first = rounds * cfg.prompts_per_iter
+        groups = share(range(first, first + cfg.prompts_per_iter), accelerator)
+        played = [t for k, name in enumerate(names) for t in collect(
+            policy, chat, makers[name], train_episodes(
+                cfg.seed, it, [g for g in groups if g % len(names) == k], cfg.group_size), cfg, cfg.temperature)]
+        trajectories += sorted(gather(played, accelerator), key=lambda t: (t.group, t.member))
+        returns, group = returns_and_groups(trajectories)
+        if not cfg.refill or (starpo.group_stats(returns, group)[2] > 0).sum() >= cfg.prompts_per_iter:
+            break
+    return trajectories
 
 
 def write_rollouts(folder, iteration, trajectories, count):
@@ -264,6 +316,7 @@ class Step:
 
 METRICS = ["policy_loss", "value_loss", "entropy", "approx_kl", "clip_frac_low", "clip_frac_high", "logprob_gap",
            "grad_norm"]     # value_loss is 0 without a critic
+FILTER_SCORES = ("std", "return", "entropy", "length")
 
 
 class Stats:
@@ -287,7 +340,67 @@ class Stats:
         total = accelerator.reduce(total, "sum") / max(self.steps, 1)
         out = dict(zip(names, total.tolist()))
         out["ratio_max"] = accelerator.gather(self.ratio_max[None]).max().item()
+        if not self.steps:
+            out = dict.fromkeys(out)        # nothing was kept: there is nothing to say, 0 would be a lie
         return out | {"optimizer_steps": self.steps, "skipped_steps": self.skipped}
+
+
+def returns_and_groups(trajectories):
+    """(R(τ), group number), each (n,)."""
+    return torch.tensor([t.traj_return for t in trajectories]), torch.tensor([t.group for t in trajectories])
+
+
+def keep_groups(trajectories, cfg):
+    """Choose the groups to train on (Eq. 7): a bool tensor (n,), True on the rows of kept groups."""
+    returns, group = returns_and_groups(trajectories)
+    sampled = torch.tensor([sum(t.loss_mask) for t in trajectories]).double()
+    rows = {"std": returns, "return": returns, "length": sampled,      # the log-probs at sampling estimate the entropy
+            "entropy": -torch.tensor([sum(t.logprobs) for t in trajectories]) / sampled}[cfg.filter_score]
+    kept = starpo.filter_groups(rows, group, cfg.filter_keep, cfg.filter_by,
+                                "std" if cfg.filter_score == "std" else "mean", cfg.filter_zero)
+    if cfg.refill:      # an iteration's worth, of the groups with spread
+        index, _, std = starpo.group_stats(returns, group)
+        kept &= (std > 0)[index]
+        kept &= torch.isin(group, group[kept].unique()[:cfg.prompts_per_iter])
+    return kept
+
+
+@dataclass
+class Credit:
+    """What the update takes from whole trajectories, for all of them, (n, ...)."""
+    weights: torch.Tensor                   # (n,) factor of a row's advantages
+    scores: torch.Tensor | None = None      # (n,) advantage of the trajectory; None with a critic
+    turns: torch.Tensor | None = None       # (n, K) added to the tokens of each turn (gigpo)
+
+
+def credit(trajectories, kept, cfg):
+    """Compare the kept trajectories with each other, on every rank alike: a Credit, 0 where not kept."""
+    returns, group = returns_and_groups(trajectories)
+    r, g = returns[kept], group[kept]
+    out = Credit(torch.full_like(returns, starpo.kept_scale(kept, cfg.kept_scale)))
+    if cfg.spread_weight:
+        out.weights[kept] *= starpo.spread_weights(r, g)
+    if cfg.algo in starpo.CRITICS:
+        return out
+    if cfg.length_weight:
+        out.weights[kept] *= starpo.length_weights(torch.tensor([sum(t.loss_mask) for t in trajectories])[kept])
+    how = starpo.RETURN_NORM[cfg.algo]
+    if cfg.algo == "reinforce_pp":
+        how = starpo.BASELINES[cfg.baseline]
+    if cfg.algo == "gigpo" and not cfg.gigpo_std:
+        how = "group-mean"
+    out.scores = torch.zeros_like(returns)
+    x = starpo.normalize_returns(r, g, how, tag=g % (1 + cfg.env.count(",")))
+    out.scores[kept] = starpo.clip_returns(x, -cfg.adv_clip_low or -math.inf, cfg.adv_clip_high or math.inf)
+    if cfg.algo == "gigpo":
+        longest = max(len(t.turn_rewards) for t in trajectories)
+        pad = lambda x, fill: x + [fill] * (longest - len(x))
+        rewards = torch.tensor([pad(t.turn_rewards, 0.0) for t in trajectories])
+        keys = torch.tensor([pad(t.state_keys, -1) for t in trajectories])
+        out.turns = torch.zeros_like(rewards)
+        out.turns[kept] = cfg.step_coef * starpo.step_advantages(
+            starpo.turn_returns(rewards[kept], cfg.gamma_turn), g, keys[kept], how)
+    return out
 
 
 def split_steps(trajectories, kept, cfg, accelerator, device):
@@ -303,35 +416,43 @@ def split_steps(trajectories, kept, cfg, accelerator, device):
 
 
 @torch.no_grad()
-def prepare(model, steps, scores, cfg, accelerator):
+def prepare(model, steps, credit, cfg, accelerator):
     """Fill in what the update holds fixed: old log-probs, reference, old values, advantages, returns.
 
-    scores (n,): the group algorithms' advantage of each trajectory; None for ppo. The old log-probs are left
-    out where the rollouts get one optimizer step: then the update's own are the old ones, the ratio exactly 1.
+    The old log-probs are left out where the rollouts get one optimizer step: then the update's own are the old
+    ones, the ratio exactly 1. Returns metrics.
     """
-    ppo, many = scores is None, cfg.updates_per_rollout * len(steps) > 1
-    roles = ["policy"] * (many or bool(ppo and cfg.kl_coef)) + ["reference"] * (cfg.kl_coef > 0) + ["critic"] * ppo
+    critic, many = credit.scores is None, cfg.updates_per_rollout * len(steps) > 1
+    roles = (["policy"] * (many or bool(critic and cfg.kl_coef)) + ["reference"] * (cfg.kl_coef > 0)
+             + ["critic"] * critic)
     for step in steps:
         for b in step.batches:
             out = model(b.tokens, b.loss_mask, b.last, temperature=cfg.temperature, roles=roles,
                         prefix=b.prefix, entropy=False) if roles else {}
             b.old_logprobs, b.ref_logprobs = out.get("logprobs"), out.get("ref_logprobs")
-            if not ppo:
-                b.advantages = starpo.group_advantages(scores[b.index.cpu()].to(b.tokens.device), b.loss_mask)
+            if not critic:
+                b.advantages = starpo.group_advantages(b.take(credit.scores), b.loss_mask)
+                if credit.turns is not None:
+                    b.advantages += starpo.spread_turns(b.take(credit.turns), b.turn_ids, b.loss_mask)
                 continue
             b.old_values = out["values"]
             rewards = starpo.token_rewards(b.turn_rewards, b.turn_ids, b.loss_mask)
             if cfg.kl_coef:
                 kl = starpo.kl_estimate(b.old_logprobs, b.ref_logprobs, "k1")
                 rewards = rewards - cfg.kl_coef * kl.where(b.loss_mask, 0.0)
-            b.advantages, b.returns = starpo.gae(rewards, b.old_values, b.loss_mask, cfg.gamma, cfg.lam,
-                                                 out["bootstrap"] * b.truncated)
-        if ppo:
-            white = starpo.whiten([b.advantages for b in step.batches], [b.loss_mask for b in step.batches],
-                                  lambda x: accelerator.reduce(x, "sum"), accelerator.device)
-            for b, advantages in zip(step.batches, white):
-                b.advantages = advantages
-    if ppo:
+            bootstrap = out["bootstrap"] * b.truncated
+            if cfg.algo == "bi_level_gae":
+                b.advantages, b.returns = starpo.bi_level_gae(rewards, b.old_values, b.loss_mask, b.turn_ids, cfg.gamma,
+                                                              cfg.lam, cfg.gamma_turn, bootstrap)
+            else:
+                b.advantages, b.returns = starpo.gae(rewards, b.old_values, b.loss_mask, cfg.gamma, cfg.lam, bootstrap)
+        advantages = [b.advantages for b in step.batches]
+        if cfg.algo in starpo.WHITENED or cfg.whiten:
+            advantages = starpo.whiten(advantages, [b.loss_mask for b in step.batches],
+                                       lambda x: accelerator.reduce(x, "sum"), accelerator.device)
+        for b, x in zip(step.batches, advantages):
+            b.advantages = x * b.take(credit.weights)[:, None]
+    if critic and steps:
         pairs = [torch.cat([getattr(b, name)[b.loss_mask] for s in steps for b in s.batches] or
                            [torch.zeros(0, device=accelerator.device)]).cpu() for name in ("old_values", "returns")]
         values, returns = (torch.cat(gather([x], accelerator)) for x in pairs)
@@ -351,7 +472,8 @@ def update(model, optimizer, step, cfg, accelerator, stats):
                                           cfg.max_turns * cfg.max_new_tokens)
             loss, parts = starpo.starpo_loss(
                 out["logprobs"], out["entropy"], old, b.advantages, b.loss_mask, weights,
-                num_tokens=step.num_tokens, clip_low=cfg.clip_low, clip_high=cfg.clip_high,
+                num_tokens=step.num_tokens, clip_low=cfg.clip_low, clip_high=cfg.clip_high, dual_clip=cfg.dual_clip,
+                importance=starpo.importance_weights(old, b.logprobs, cfg.tis_cap) if cfg.tis_cap else None,
                 entropy_coef=cfg.entropy_coef, kl_coef=0.0 if b.returns is not None else cfg.kl_coef,
                 kl_kind=cfg.kl_kind, ref_logprobs=b.ref_logprobs, values=out.get("values"),
                 old_values=b.old_values, returns=b.returns, value_clip=cfg.value_clip)
@@ -377,7 +499,11 @@ def rollout_metrics(trajectories, spread):
     n = len(trajectories)
     turns = sum(len(t.turn_rewards) for t in trajectories)
     sampled = sum(sum(t.loss_mask) for t in trajectories)
+    responses = [(m["content"], (t.group, k)) for t in trajectories
+                 for k, m in enumerate(m for m in t.messages if m["role"] == "assistant")]
     return {"success": sum(t.success for t in trajectories) / n,
+            "pass_at_k": diagnostics.pass_at_k([t.success for t in trajectories], [t.group for t in trajectories],
+                                               n // len(spread)),
             "traj_return": sum(t.traj_return for t in trajectories) / n,
             "group_reward_std": spread.mean().item(),
             "frac_zero_std_groups": (spread == 0).double().mean().item(),
@@ -385,23 +511,29 @@ def rollout_metrics(trajectories, spread):
             "response_len": sampled / turns,
             "format_ok": sum(sum(t.format_ok) for t in trajectories) / turns,
             "truncated": sum(t.truncated for t in trajectories) / n,
-            "sampled_tokens": sampled}
+            "sampled_tokens": sampled} | diagnostics.reasoning_health(*zip(*responses))
 
 
-def log_line(m, env):
+def log_line(m, makers):
     """One line for people; the file has everything."""
+    show = lambda x: "n/a" if x is None else f"{x:.3f}"
     parts = [f"iter {m['iter']:4d}"]
     if "success" in m:
-        parts += [f"success {m['success']:.3f}", f"return {m['traj_return']:.3f}",
-                  f"std {m['group_reward_std']:.3f}", f"entropy {m['entropy']:.3f}",
-                  f"grad {m['grad_norm']:.3f}"]
+        parts += [f"{label} {show(m[key])}" for label, key in (
+            ("success", "success"), ("return", "traj_return"), ("std", "group_reward_std"), ("entropy", "entropy"),
+            ("grad", "grad_norm"))]
+        if not m["optimizer_steps"]:
+            parts.append("NO GROUP KEPT: no update")
         if m["skipped_steps"]:
             parts.append(f"SKIPPED {m['skipped_steps']} STEP(S): a gradient was not finite")
+        if m["health"] != "ok":
+            parts.append(f"{m['health'].upper()}: {', '.join(m['health_signs'])}")
         parts += [f"rollout {m['rollout_s']:.1f} s", f"update {m['update_s']:.1f} s"]
-    e = {k: m.get(f"eval/{env}/{k}") for k in ("success", "random", "optimal", "score")}
-    if e["success"] is not None:
-        parts.append("eval success {} (random {}, optimal {}, score {})".format(
-            *("n/a" if v is None else f"{v:.3f}" for v in e.values())))
+    for name in makers:
+        if f"eval/{name}/success" in m:
+            e = [show(m[f"eval/{name}/{k}"]) for k in ("success", "random", "optimal", "score")]
+            label = f"eval {name}" if len(makers) > 1 else "eval"
+            parts.append("{} success {} (random {}, optimal {}, score {})".format(label, *e))
     return " | ".join(parts)
 
 
@@ -428,16 +560,16 @@ def main(cfg, notes=()):
         raise UserError(f"out_dir={cfg.out_dir!r} already holds a run, or other files. Choose another with "
                         f"--out_dir=..., or delete that folder.")
     accelerator.wait_for_everyone()     # before rank 0 writes into it
-    make_env = lambda: envs.make_env(cfg.env, **cfg.env_args)
+    makers = env_makers(cfg)
     try:
-        make_env().reset(0)
+        for make_env in makers.values():
+            make_env().reset(0)
     except (ValueError, TypeError, RuntimeError) as error:
         raise UserError(f"env={cfg.env!r} with env_args={cfg.env_args}: {error}") from None
 
     # 2. model and optimizer
-    group_algo = cfg.algo != "ppo"
     torch.manual_seed(cfg.seed)     # LoRA's first weights; nothing else draws from the global generator
-    policy, tokenizer = load_model(cfg.model, lora_rank=cfg.lora_rank, critic=not group_algo,
+    policy, tokenizer = load_model(cfg.model, lora_rank=cfg.lora_rank, critic=cfg.algo in starpo.CRITICS,
                                    reference=cfg.kl_coef > 0, bf16=device.type == "cuda",
                                    gradient_checkpointing=cfg.gradient_checkpointing)
     policy.to(device)
@@ -458,17 +590,20 @@ def main(cfg, notes=()):
     for line in (*notes, f"{cfg.algo} on {cfg.env} with {cfg.model}: {trainable:,} trainable weights, "
                  f"{accelerator.num_processes} process(es) on {device.type}", batch_arithmetic(cfg)):
         say(line)
-    base = baselines(make_env, cfg) if cfg.eval_every else None
+    base = {name: baselines(make_env, cfg) for name, make_env in makers.items()} if cfg.eval_every else {}
+    best = [optimal for _, optimal in base.values()]
+    trap = diagnostics.EchoTrap(sum(best) / len(best) if best and None not in best else 1.0, fall=cfg.echo_fall,
+                                patience=cfg.echo_patience)
 
     def finish(metrics):
         """Evaluate where it is due, write the line of metrics, print it."""
         it = metrics["iter"]
         due = cfg.eval_every and (it % cfg.eval_every == 0 or it == cfg.max_iters)
         if due:
-            metrics |= evaluate(policy, chat, make_env, cfg, accelerator, base)
+            metrics |= evaluate(policy, chat, makers, cfg, accelerator, base)
         metrics["time_s"] = time.perf_counter() - start
         if is_main:
-            if it and (due or it == cfg.max_iters):
+            if it and due:
                 policy.save(os.path.join(cfg.out_dir, "policy"), tokenizer)
             if not os.path.exists(metrics_path):        # only now: a run that never starts leaves nothing behind
                 os.makedirs(cfg.out_dir, exist_ok=True)
@@ -477,34 +612,26 @@ def main(cfg, notes=()):
             with open(metrics_path, "a") as f:
                 f.write(json.dumps(metrics) + "\n")
             if due or it % cfg.log_every == 0:
-                say(log_line(metrics, cfg.env))
+                say(log_line(metrics, makers))
         return metrics
 
     metrics = finish({"iter": 0}) if cfg.eval_every else {}
+    empty = 0
     bar = tqdm(range(1, cfg.max_iters + 1), disable=not is_main or cfg.max_iters == 0, unit="iter")
     for it in bar:
         # 4. rollout: every rank plays its share of the groups; episodes are small and go to all ranks
         tick = time.perf_counter()
-        groups = share(range(cfg.prompts_per_iter), accelerator)
-        episodes = train_episodes(cfg.seed, it, groups, cfg.group_size)
-        played = collect(policy, chat, make_env, episodes, cfg, cfg.temperature)
-        trajectories = gather(played, accelerator)
+        trajectories = roll_out(policy, chat, makers, cfg, accelerator, it)
         rollout_s = time.perf_counter() - tick
 
         # 5. filter: keep the groups that the policy is least certain about (Eq. 7)
-        returns = torch.tensor([t.traj_return for t in trajectories])                   # (n,)
-        group = torch.tensor([t.group for t in trajectories])                           # (n,)
-        kept = starpo.filter_groups(returns, group, cfg.filter_keep).nonzero()[:, 0]    # row numbers
+        kept = keep_groups(trajectories, cfg)                                           # (n,) bool
+        empty = 0 if kept.any() else empty + 1
 
-        # 6. score and advantages, on all ranks alike for the group algorithms, per token for ppo
-        steps = split_steps(trajectories, kept.tolist(), cfg, accelerator, device)
-        if group_algo:
-            scores = torch.zeros_like(returns)
-            scores[kept] = starpo.normalize_returns(returns[kept], group[kept], starpo.RETURN_NORM[cfg.algo])
-        else:
-            scores = None
+        # 6. score and advantages, on all ranks alike for whole trajectories, per token with a critic
+        steps = split_steps(trajectories, kept.nonzero()[:, 0].tolist(), cfg, accelerator, device)
         stats = Stats(device)
-        extra = prepare(model, steps, scores, cfg, accelerator)
+        extra = prepare(model, steps, credit(trajectories, kept, cfg), cfg, accelerator) if steps else {}
 
         # 7. update
         for _ in range(cfg.updates_per_rollout):
@@ -512,16 +639,37 @@ def main(cfg, notes=()):
                 update(model, optimizer, step, cfg, accelerator, stats)
         update_s = time.perf_counter() - tick - rollout_s
 
-        # 8. log
+        # 8. diagnose and log
+        returns, group = returns_and_groups(trajectories)
         metrics = {"iter": it, "rollout_s": rollout_s, "update_s": update_s}
         metrics |= rollout_metrics(trajectories, starpo.group_stats(returns, group)[2])
         metrics["rollout_tokens_per_s"] = metrics.pop("sampled_tokens") / rollout_s
-        metrics |= stats.averages(accelerator, METRICS + ["kl_ref"] * (cfg.kl_coef > 0)) | extra
+        metrics["frac_kept"] = kept.double().mean().item()
+        names = METRICS + ["kl_ref"] * (cfg.kl_coef > 0) + ["clip_frac_dual"] * (cfg.dual_clip > 0)
+        metrics |= stats.averages(accelerator, names) | extra
+        if cfg.think and cfg.template_every and it % cfg.template_every == 0:
+            tick = time.perf_counter()
+            metrics |= diagnostics.template_metrics(policy, tokenizer, trajectories, cfg) if is_main else {}
+            metrics["template_s"] = time.perf_counter() - tick
+        fired = dict(trap.first)
+        metrics |= {"health": trap.update(metrics), "health_signs": trap.signs}
         if is_main and cfg.log_rollouts and (it == 1 or it % cfg.log_rollouts_every == 0):
             write_rollouts(os.path.join(cfg.out_dir, "rollouts"), it, trajectories, cfg.log_rollouts)
         metrics = finish(metrics)
-        bar.set_postfix_str(f"success {metrics['success']:.2f}, std {metrics['group_reward_std']:.2f}, "
-                            f"entropy {metrics['entropy']:.2f}, {rollout_s + update_s:.1f} s")
+        for level in ("warn", "collapse"):
+            if fired[level] is None and trap.first[level] is not None:
+                say(f"Echo Trap: first {level} at iteration {it}: {', '.join(trap.signs)}")
+        bar.set_postfix_str(", ".join(f"{name} {metrics[key]:.2f}" for name, key in (
+            ("success", "success"), ("std", "group_reward_std"), ("entropy", "entropy")) if metrics[key] is not None)
+            + f", {rollout_s + update_s:.1f} s" + f", {metrics['health']}" * (metrics["health"] != "ok"))
+        if empty == cfg.empty_stop:
+            say(f"stopped: no group was kept for {empty} iterations in a row, so nothing is left to learn from here")
+            break
+        if metrics["health"] == "collapse" and cfg.on_collapse == "stop":
+            say(f"stopped at iteration {it}: collapse ({', '.join(trap.signs)})")
+            break
+    if is_main and cfg.max_iters:
+        policy.save(os.path.join(cfg.out_dir, "policy"), tokenizer)
     accelerator.wait_for_everyone()     # no rank takes its connections away while another still writes
     accelerator.end_training()
     return metrics

@@ -6,15 +6,13 @@ The curves' noise is drawn from a fixed seed; a verdict must not hang on one dra
 import doctest
 import json
 import math
-import os
 import random
-import sys
 
 import pytest
 import torch
 
-sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
-import diagnostics                                                   # noqa: E402
+import diagnostics
+from helpers import make_policy, one_pass, rollout
 
 NAN = float("nan")
 
@@ -193,16 +191,13 @@ def test_reasoning_health_values():
     """Four turns in two groups by hand: each number counts what its name says."""
     responses = ["<think>one two three</think><answer>Up</answer>", "<think></think><answer>Up</answer>",
                  "<think>go up now my friend</think> <answer>Up</answer>"] * 2
-    group, valid = [0, 0, 0, 1, 1, 1], [True, False, True, True, True, True]
+    group = [0, 0, 0, 1, 1, 1]
     responses[4] = responses[3]                                      # group 1: two of three are distinct
-    tokens = [[1] * n for n in (3, 0, 7, 3, 3, 8)]
-    got = diagnostics.reasoning_health(responses, group, valid, tokens)
+    got = diagnostics.reasoning_health(responses, group)
     # thoughts of 3, 0, 5, 3, 3, 5 words. Only the two responses of 6 words have 4-grams, the same three
-    want = dict(thought_words=19 / 6, thought_frac=5 / 6, distinct_frac=(1 + 2 / 3) / 2, repeat_frac=0.5,
-                valid_frac=5 / 6, thought_tokens=4.0)
+    want = dict(thought_words=19 / 6, thought_frac=5 / 6, distinct_frac=(1 + 2 / 3) / 2, repeat_frac=0.5)
     assert got == pytest.approx(want)
-    assert "thought_tokens" not in diagnostics.reasoning_health(responses, group, valid)
-    assert diagnostics.reasoning_health([], [], []) == {}
+    assert diagnostics.reasoning_health([], []) == {}
 
 
 # Template collapse
@@ -225,45 +220,37 @@ def test_template_collapse_values():
     assert deep["mutual_information"] == pytest.approx(math.log(2))  # no overflow
 
 
-def score_of(calls=None):
-    """Make a toy model: log p of a token = -(distance to the sum of all tokens before it, modulo 11)."""
-    def score(tokens, loss_mask):
-        before = tokens.cumsum(1) - tokens
-        if calls is not None:
-            calls.append(tuple(tokens.shape))
-        return -((tokens - before).abs() % 11).float().where(loss_mask, NAN)
-    return score
-
-
-def cross_score_slowly(prompts, reasonings):
-    out = torch.zeros(len(prompts), len(prompts), dtype=torch.float64)
-    for i, z in enumerate(reasonings):
-        for j, x in enumerate(prompts):
-            row = x + z
-            out[i, j] = sum(-(abs(row[t] - sum(row[:t])) % 11) for t in range(len(x), len(row))) / len(z)
-    return out
-
-
-@pytest.mark.parametrize("max_tokens", [1, 20, 60, 10 ** 6])
-def test_cross_score_equals_the_plain_loop(max_tokens):
-    """Chunks, padding and the order of rows change no score, and no call is larger than allowed."""
+@pytest.mark.parametrize("budget", [60, 10 ** 6])
+def test_cross_score_is_one_pass_per_pair(budget):
+    """L[i, j] is thought i under context j by the whole Hugging Face model, one pair at a time; temperature included."""
+    policy, _ = make_policy()
     rng = random.Random(0)
-    prompts = [[rng.randrange(1, 50) for _ in range(n)] for n in (3, 1, 7, 4)]
-    reasonings = [[rng.randrange(1, 50) for _ in range(n)] for n in (2, 9, 1, 4)]
-    calls = []
-    got = diagnostics.cross_score(prompts, reasonings, score_of(calls), max_tokens)
-    assert got.dtype == torch.float64 and torch.equal(got, cross_score_slowly(prompts, reasonings))
-    assert sum(rows for rows, _ in calls) == 16
-    assert all(rows * width <= max_tokens or rows == 1 for rows, width in calls)
-    if max_tokens == 10 ** 6:
-        assert calls == [(16, 16)]
-    if max_tokens == 60:
-        assert len(calls) < 16
+    contexts, thoughts = ([[rng.randrange(1, 300) for _ in range(n)] for n in lengths] for lengths in ((9, 4, 30), (5, 1, 12)))
+    got = diagnostics.cross_score(policy, contexts, thoughts, 0.7, budget)
+    for i, z in enumerate(thoughts):
+        for j, x in enumerate(contexts):
+            table = one_pass(policy.lm, x + z, 0.7)
+            want = sum(table[len(x) + k - 1, z[k]] for k in range(len(z))) / len(z)
+            assert got[i, j].item() == pytest.approx(want.item(), abs=1e-5)
 
 
-def test_cross_score_wants_pairs():
-    """A reasoning without a token has no mean, and a prompt without one no column before the first."""
-    for prompts, reasonings in (([[1]], [[]]), ([[]], [[1]]), ([[1]], [[1], [2]])):
-        with pytest.raises(ValueError, match="lengths"):
-            diagnostics.cross_score(prompts, reasonings, score_of(), 100)
-    assert diagnostics.cross_score([[1, 2]], [[3]], score_of(), 100).tolist() == [[0.0]]
+def episode(group, prompt, *turns):
+    """turns: (response ids, observation ids) each; "3" closes a thought."""
+    t = rollout.Trajectory(tokens=list(prompt), loss_mask=[0] * len(prompt), turn_ids=[0] * len(prompt), group=group)
+    for k, (response, observation) in enumerate(turns):
+        t.tokens += response + observation
+        t.loss_mask += [1] * len(response) + [0] * len(observation)
+        t.turn_ids += [k] * len(response) + [k + 1] * len(observation)
+        t.turn_rewards.append(0.0)
+    return t
+
+
+def test_thought_pairs():
+    """By hand: one episode of each group, each context once, the thought up to its closing tag; without one, all of it."""
+    decode = lambda ids: "".join("</think>" if i == 3 else "x" for i in ids)
+    played = [episode(0, [7, 8], ([1, 1, 3, 5], [9])), episode(0, [7, 8], ([3, 5], [9])),
+              episode(4, [6], ([2, 2], [9, 9]), ([1, 3, 4], [9])), episode(5, [7, 8], ([3], []))]
+    assert diagnostics.thought_pairs(played, decode, True, 9) == ([[7, 8], [6]], [[1, 1, 3], [2, 2]])
+    assert diagnostics.thought_pairs(played, decode, True, 1) == ([[7, 8]], [[1, 1, 3]])
+    # over all turns the second group gives its second turn, under its whole history
+    assert diagnostics.thought_pairs(played, decode, False, 9) == ([[7, 8], [6, 2, 2, 9, 9]], [[1, 1, 3], [1, 3]])

@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 
+import diagnostics
 import envs
 import model
 import rollout
@@ -23,7 +24,7 @@ from settings import UserError, load_config
 from train import Config, check_config, micro_batches
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-FILES = ("train", "rollout", "envs", "starpo", "model", "settings", "sft")
+FILES = ("train", "rollout", "envs", "starpo", "model", "diagnostics", "settings", "sft", "bench")
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +85,7 @@ def test_bad_files(tmp_path, text, message):
 
 
 @pytest.mark.parametrize("changes, message", [
-    (dict(algo="gpro"), "algo must be one of ppo, grpo, brpo, arpo"),
+    (dict(algo="gpro"), "algo must be one of ppo, bi_level_gae, grpo"),
     (dict(group_size=0), "group_size must be at least 1, got 0"),
     (dict(temperature=0.0), "temperature must be above 0"),
     (dict(filter_keep=0.0), "filter_keep must be above 0"),
@@ -110,10 +111,16 @@ def test_cuda_asked_for_and_absent():
 
 def test_settings_that_the_algorithm_does_not_use():
     """A typed setting without effect is an error, from the config file a note; the used ones pass."""
-    with pytest.raises(UserError, match="--lam would have no effect: only algo='ppo' has a critic"):
+    with pytest.raises(UserError, match="--lam would have no effect: algo='grpo' doesn't use it, but ppo, bi_level_gae"):
         check_config(Config(algo="grpo"), typed={"lam"})
     assert check_config(Config(algo="grpo"), filed={"lam"}) == [
-        "note: lam from the config file has no effect: only algo='ppo' has a critic"]
+        "note: lam from the config file has no effect: algo='grpo' doesn't use it, but ppo, bi_level_gae"]
+    with pytest.raises(UserError, match="--step_coef would have no effect: algo='rloo' doesn't use it, but gigpo"):
+        check_config(Config(algo="rloo"), typed={"step_coef"})
+    with pytest.raises(UserError, match="think=False leaves no thoughts"):
+        check_config(Config(think=False), typed={"template_every"})
+    with pytest.raises(UserError, match="gradient_checkpointing runs every row whole"):
+        check_config(Config(gradient_checkpointing=True), typed={"share_prefix"})
     with pytest.raises(UserError, match="kl_coef is 0"):
         check_config(Config(algo="grpo"), typed={"kl_kind"})
     assert check_config(Config(algo="grpo", kl_coef=0.1), typed={"kl_kind"}) == []
@@ -126,11 +133,14 @@ def test_batch_arithmetic():
         "exactly 1" in train.batch_arithmetic(Config())
     assert "= 8 optimizer step(s): clipping can act" in train.batch_arithmetic(
         Config(filter_keep=1.0, updates_per_rollout=2))
+    assert "3 of 8 groups kept = 48 episodes" in train.batch_arithmetic(Config(filter_by="top_k_abs", filter_keep=3.0))
+    assert "at most 8 of 8 groups" in train.batch_arithmetic(Config(filter_by="min_p"))
+    assert "up to 3 times, until 8 groups have spread" in train.batch_arithmetic(Config(refill=2))
 
 
 def test_every_setting_is_read():
     """A setting that no code reads is the quietest bug of all."""
-    code = "".join(open(f"{name}.py").read() for name in FILES if name != "sft")
+    code = "".join(open(f"{name}.py").read() for name in FILES if name not in ("sft", "bench"))
     code = code.replace(inspect.getsource(check_config), "")        # to refuse a value is not to use it
     for field in dataclasses.fields(Config):
         reads = re.findall(rf"cfg\.{field.name}\b", code)
@@ -143,7 +153,8 @@ def test_every_setting_is_read():
 def test_imports_go_one_way():
     """envs, model and starpo import no file of the project, rollout and settings at most envs; nothing but scripts import train."""
     allowed = {"envs": set(), "model": set(), "starpo": set(), "rollout": {"envs"}, "settings": {"envs"},
-               "train": {"envs", "model", "starpo", "rollout", "settings"},
+               "diagnostics": {"rollout"}, "train": {"envs", "model", "starpo", "rollout", "diagnostics", "settings"},
+               "bench": {"envs", "model", "rollout", "settings", "train"},
                "sft": {"envs", "model", "rollout", "settings", "train"}}
     for name in FILES:
         found = set()
@@ -220,6 +231,12 @@ def test_tiny_configs_run(tmp_path, name):
     ["--algo=grpo", "--lora_rank=4", "--kl_coef=0.01", "--kl_kind=k2", "--updates_per_rollout=2"],
     ["--algo=brpo", "--kl_coef=0.01", "--loss_divisor=seq-mean-token-mean"],
     ["--algo=arpo", "--loss_divisor=seq-mean-token-sum-norm"],
+    ["--algo=bi_level_gae", "--gamma_turn=0.9", "--lam=0.9", "--dual_clip=3", "--tis_cap=2"],
+    ["--algo=dr_grpo", "--spread_weight=True", "--kept_scale=sqrt"],
+    ["--algo=rloo", "--whiten=True", "--filter_score=length"],
+    ["--algo=reinforce_pp", "--baseline=group", "--filter_by=top_p", "--filter_keep=0.9"],
+    ["--algo=gigpo", "--gigpo_std=False", "--adv_clip_low=1", "--adv_clip_high=3", "--length_weight=True"],
+    ["--algo=brpo", "--env=FrozenLakeNoSlip,Sokoban", "--refill=1", "--filter_keep=1", "--filter_zero=False"],
 ])
 def test_every_path_trains(tmp_path, words):
     """Each algorithm, with and without LoRA and KL: finite steps, and the saved policy differs from the start."""
@@ -227,15 +244,100 @@ def test_every_path_trains(tmp_path, words):
                        "--prompts_per_iter=4", "--group_size=4", "--lr=1e-3", *words)
     assert last["skipped_steps"] == 0 and last["grad_norm"] > 0
     assert (last["approx_kl"] > 0) == (last["optimizer_steps"] > 1)
-    assert ("explained_variance" in last) == ("--algo=ppo" in words)
+    assert ("explained_variance" in last) == bool({"--algo=ppo", "--algo=bi_level_gae"} & set(words))
     if "--kl_coef=0.01" in words:
         assert last["kl_ref"] == pytest.approx(0, abs=1e-6) or last["optimizer_steps"] > 1
+    names = ("FrozenLakeNoSlip", "Sokoban") if "--refill=1" in words else ("FrozenLakeNoSlip",)
+    assert all(f"eval/{name}/success" in last for name in names) and last["health"] == "ok"
     tokens = torch.arange(40)[None] + 20
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[:, 0] = False
     start, saved = ([model.load_model(path, lora_rank=4 if "--lora_rank=4" in words and path != "assets/tiny" else 0)
                      [0].eval()(tokens, mask)["logprobs"]] for path in ("assets/tiny", str(tmp_path / "run/policy")))
     assert not torch.allclose(start[0], saved[0], atol=1e-5)
+
+
+def player(group, member, rewards, keys=None, tokens=4, logprob=-0.5):
+    """An episode of two sampled tokens a turn."""
+    n = 2 * len(rewards)
+    return Trajectory(tokens=[5] * (1 + n), loss_mask=[0] + [1] * n, logprobs=[0.0] + [logprob] * n,
+                      turn_ids=[0] + [k for k in range(len(rewards)) for _ in (0, 1)], turn_rewards=rewards,
+                      state_keys=keys or [7] * len(rewards), group=group, member=member)
+
+
+def test_keep_groups():
+    """By hand, three groups of two: by spread, mean return, length and sampled entropy; the refilled batch is cut."""
+    played = [player(0, 0, [0.0]), player(0, 1, [1.0]), player(1, 0, [5.0], logprob=-2), player(1, 1, [5.0], logprob=-2),
+              player(2, 0, [0.0, 0.0]), player(2, 1, [0.0, 3.0])]
+
+    def kept(**changes):
+        rows = train.keep_groups(played, Config(**{"filter_keep": 0.34, **changes})).tolist()
+        assert rows[::2] == rows[1::2]
+        return [g for g in range(3) if rows[2 * g]]
+    assert kept() == [2] and kept(filter_score="return") == [1]
+    assert kept(filter_score="length") == [2] and kept(filter_score="entropy") == [1]
+    assert kept(filter_keep=1.0) == [0, 1, 2] and kept(filter_keep=1.0, filter_zero=False) == [0, 2]
+    assert kept(filter_keep=1.0, refill=1, prompts_per_iter=1) == [0] == kept(filter_keep=1.0, refill=1, prompts_per_iter=1)
+    assert kept(filter_keep=1.0, refill=1, prompts_per_iter=5) == [0, 2]
+
+
+def test_credit():
+    """What whole trajectories are worth, by hand: nothing off the kept groups, each option once, gigpo's steps."""
+    played = [player(0, 0, [1.0]), player(0, 1, [3.0, 0.0], keys=[7, 8]), player(1, 0, [9.0]), player(1, 1, [9.0])]
+    kept = torch.tensor([True, True, False, False])
+
+    def scores(**changes):
+        c = train.credit(played, kept, Config(**changes))
+        return [None if x is None else [round(v, 4) for v in x.flatten().tolist()] for x in (c.scores, c.weights)]
+    assert scores(algo="ppo") == [None, [1, 1, 1, 1]]
+    assert scores(algo="dr_grpo") == [[-1, 1, 0, 0], [1, 1, 1, 1]] == scores(algo="reinforce_pp", baseline="group")
+    assert scores(algo="rloo")[0] == [-2, 2, 0, 0] and scores(algo="arpo")[0] == [1, 3, 0, 0]
+    assert scores(algo="rloo", adv_clip_low=0.5, adv_clip_high=1.5)[0] == [-0.5, 1.5, 0, 0]
+    assert scores(algo="grpo", kept_scale="linear")[1] == [0.5] * 4
+    assert scores(algo="grpo", length_weight=True)[1] == [1.5, 0.75, 1, 1]
+    # two tasks by turns: group 0 is of the one, group 1 of the other, and brpo compares each with its own
+    assert scores(algo="brpo")[0][:2] == [-0.7071, 0.7071]
+    both = train.credit(played, torch.ones(4, dtype=torch.bool), Config(algo="brpo", env="Sokoban,FrozenLake")).scores
+    assert both.tolist() == pytest.approx([-0.70711, 0.70711, 0, 0], abs=1e-4)
+    steps = train.credit(played, kept, Config(algo="gigpo", gigpo_std=False, gamma_turn=0.5, step_coef=2.0))
+    assert steps.scores.tolist() == [-1, 1, 0, 0]       # both start in state 7 with 1 and 3 to go
+    assert steps.turns.tolist() == [[-2, 0], [2, 0], [0, 0], [0, 0]]
+
+
+def test_nothing_kept(tmp_path, capsys):
+    """Without any group to train on, weights stay as they are, the metrics say null, and the run ends with a reason."""
+    last, lines = run_tiny(tmp_path, "tiny_frozenlake", "--max_iters=5", "--eval_every=0", "--prompts_per_iter=2",
+                           "--group_size=2", "--max_turns=1", "--filter_zero=False", "--empty_stop=2", "--algo=ppo")
+    assert len(lines) == 2 and last["optimizer_steps"] == 0 and last["frac_kept"] == 0
+    assert last["entropy"] is None and last["grad_norm"] is None and last["health"] == "ok"
+    out = capsys.readouterr().out
+    assert "NO GROUP KEPT" in out and "no group was kept for 2 iterations in a row" in out
+    before, after = (model.load_model(path)[0].state_dict() for path in ("assets/tiny", str(tmp_path / "run/policy")))
+    assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+def test_collapse_stops_the_run(tmp_path, monkeypatch, capsys):
+    """A verdict of the Echo Trap is in the line, in the metrics and at its first time in a sentence; "stop" stops."""
+    monkeypatch.setattr(diagnostics.EchoTrap, "update", lambda self, m: (
+        self.state["first"].update(warn=2) if m["iter"] == 2 else None,
+        self.state["first"].update(collapse=3) if m["iter"] == 3 else None,
+        setattr(self, "signs", ["entropy is low"][:m["iter"] - 1]), ("ok", "ok", "warn", "collapse")[m["iter"]])[-1])
+    words = ["--max_iters=4", "--eval_every=0", "--prompts_per_iter=2"]
+    last, lines = run_tiny(tmp_path, "tiny_bandit", *words, "--on_collapse=stop")
+    assert [m["health"] for m in lines] == ["ok", "warn", "collapse"] and lines[1]["health_signs"] == ["entropy is low"]
+    out = capsys.readouterr().out
+    assert "| WARN: entropy is low |" in out and "Echo Trap: first warn at iteration 2: entropy is low" in out
+    assert "stopped at iteration 3: collapse" in out
+
+
+def test_template_metrics_in_a_run(tmp_path):
+    """A run that thinks tests every k-th iteration whether its thoughts depend on their prompts; the cost is logged."""
+    last, lines = run_tiny(tmp_path, "tiny_frozenlake", "--max_iters=2", "--eval_every=0", "--prompts_per_iter=3",
+                           "--think=True", "--template_every=2", "--max_turns=2")
+    assert not any(k.startswith("template") for k in lines[0])
+    assert last["template_s"] > 0 and last["template/first/retrieval_chance"] == pytest.approx(1 / 3)
+    assert {k.split("/")[2] for k in last if k.startswith("template/all/")} == {
+        "conditional_entropy", "mutual_information", "retrieval_accuracy", "retrieval_chance"}
 
 
 def test_a_run_goes_on_from_a_saved_policy(tmp_path):
