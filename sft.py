@@ -22,7 +22,7 @@ import envs
 from model import ActorCritic, ModelError, load_model
 from rollout import SYSTEM, Chat, Episode, Game, make_batch, micro_batches
 from settings import UserError, load_config
-from train import set_threads
+from train import keep_memory, set_threads
 
 
 @dataclass
@@ -161,6 +161,7 @@ def main(cfg):
     """Train and save; return each step's loss on the played tokens, nats."""
     names, shares, noises = read_tasks(cfg.tasks, cfg.noise)
     set_threads()
+    keep_memory()
     torch.manual_seed(cfg.seed)
     if not cfg.model:
         tokenizer = new_tokenizer(corpus(cfg))

@@ -11,6 +11,8 @@ turns are attended, never trained. StarPO-S, the default, also filters groups by
 drops the KL term and clips asymmetrically.
 """
 
+import contextlib
+import ctypes
 import dataclasses
 import inspect
 import json
@@ -222,6 +224,19 @@ def set_threads():
     """Use every core: the launcher sets OMP_NUM_THREADS to 1, which leaves the others idle."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+
+
+def keep_memory():
+    """Let the C library on Linux keep freed memory for the next tensor.
+
+    By default it hands large blocks back and gets them anew, page by page, for every activation: a sixth of the
+    time of an update on a CPU.
+    """
+    trim_threshold, mmap_threshold = -1, -3         # of malloc.h
+    with contextlib.suppress(OSError, AttributeError):      # another system
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(trim_threshold, 2 ** 31 - 1)
+        libc.mallopt(mmap_threshold, 2 ** 30)
 
 
 def share(items, accelerator):
@@ -553,6 +568,7 @@ def main(cfg, notes=()):
     accelerator = Accelerator(cpu=cfg.device == "cpu" or not torch.cuda.is_available(), mixed_precision="no",
                               kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
     set_threads()
+    keep_memory()
     device, is_main = accelerator.device, accelerator.is_main_process
     say = lambda text: tqdm.write(text) if is_main else None
     metrics_path = os.path.join(cfg.out_dir, "metrics.jsonl")
@@ -582,7 +598,7 @@ def main(cfg, notes=()):
     param_groups = [{"params": policy_params, "lr": cfg.lr}]
     if critic_params:
         param_groups.append({"params": critic_params, "lr": cfg.critic_lr})
-    optimizer = torch.optim.AdamW(param_groups, betas=(0.9, 0.999), weight_decay=cfg.weight_decay)
+    optimizer = torch.optim.AdamW(param_groups, betas=(0.9, 0.999), weight_decay=cfg.weight_decay, fused=True)
     model = accelerator.prepare(policy)         # DDP where there are several ranks: equal weights on all
 
     # 3. say what will happen

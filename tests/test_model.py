@@ -7,6 +7,7 @@ import json
 import math
 import pathlib
 import re
+import types
 
 import peft
 import pytest
@@ -186,10 +187,12 @@ def test_gradient_checkpointing_changes_nothing(lora):
     assert len(calls) == before + 2
 
 
-def test_merged_decoding(monkeypatch):
-    """LoRA in the weights: the same states as beside them; afterwards the very tensors from before, bit for bit."""
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "gemma2"])
+def test_merged_decoding(name):
+    """LoRA in the weights: the same states as beside them; afterwards the very tensors from before, bit for bit.
+    GPT-2's Conv1D holds its weights the other way round; Gemma ties its head to the embedding."""
     tokens = torch.arange(30)[None] + 5
-    policy = make_lora("gpt2")      # GPT-2's Conv1D holds its weights the other way round
+    policy = make_lora(name)
     with torch.no_grad():
         beside = policy.hidden(tokens)
         bare = {n: (p.data_ptr(), p.clone()) for n, p in policy.named_parameters()}
@@ -197,6 +200,7 @@ def test_merged_decoding(monkeypatch):
             with policy.decoding():
                 merged = policy.hidden(tokens)
                 assert all(layer.merged for layer in policy.lora_layers)
+                assert all(m.weight.stride(0) == 1 for m in policy.causal_lm.modules() if type(m) is torch.nn.Linear)
         with pytest.raises(ZeroDivisionError), policy.decoding():
             1 / 0                   # nothing stays merged after an error either
         policy.use("reference")
@@ -207,6 +211,45 @@ def test_merged_decoding(monkeypatch):
         assert p.data_ptr() == bare[n][0] and torch.equal(p, bare[n][1]), n
     assert not any(layer.merged for layer in policy.lora_layers)
     assert_close(policy.hidden(tokens), beside, 0)
+
+
+@pytest.mark.parametrize("length, masked", [(1, True), (1, False), (7, True), (7, False)])
+def test_grouped_attention(length, masked):
+    """Heads that share keys, against softmax(q k / sqrt d) v with a key for each head; backward too."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, n, 4, requires_grad=True) for heads, n in ((6, length), (2, 7), (2, 7)))
+    mask = torch.rand(2, 1, length, 7) < 0.7 if masked else None
+    seen = mask if masked else torch.ones(length, 7, dtype=torch.bool).tril(7 - length)
+    if masked:
+        mask[..., 0] = True         # no row without any key
+    layer = types.SimpleNamespace(num_key_value_groups=3, is_causal=True)
+    out, _ = model.grouped_attention(layer, q, k, v, mask, scaling=0.5)
+    scores = (q @ k.repeat_interleave(3, 1).transpose(2, 3) * 0.5).masked_fill(~seen, -torch.inf)
+    want = (scores.softmax(-1) @ v.repeat_interleave(3, 1)).transpose(1, 2)
+    assert_close(out, want)
+    for got, plain in zip(torch.autograd.grad(out.square().sum(), (q, k, v)), torch.autograd.grad(want.square().sum(), (q, k, v))):
+        assert_close(got, plain, 1e-5)
+
+
+def test_saved_config_names_no_attention_of_ours(folder, tmp_path):
+    """Who loads the policy gets the attention of their own library."""
+    policy, tokenizer = model.load_model(folder)
+    assert policy.config._attn_implementation == "grouped"
+    policy.save(tmp_path / "policy", tokenizer)
+    assert "grouped" not in (tmp_path / "policy" / "config.json").read_text()
+
+
+def test_token_scores_gradient():
+    """The gradients written by hand are autograd's of log_softmax, gather and -sum p log p; each output alone as well."""
+    torch.manual_seed(0)
+    logits, targets = torch.randn(5, 11, dtype=torch.float64, requires_grad=True), torch.tensor([0, 3, 10, 3, 7])
+    assert torch.autograd.gradcheck(lambda x: model.TokenScores.apply(x, targets, True), (logits,))
+    assert torch.autograd.gradcheck(lambda x: model.TokenScores.apply(x, targets, False), (logits,))
+    assert torch.autograd.gradcheck(lambda x: model.TokenScores.apply(x, targets, True)[1], (logits,))
+    logp = torch.log_softmax(logits, -1)
+    picked, entropy = model.TokenScores.apply(logits, targets, True)
+    assert_close(picked, logp[range(5), targets])
+    assert_close(entropy, -(logp.exp() * logp).sum(-1))
 
 
 def test_bf16_does_not_merge(folder):
