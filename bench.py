@@ -391,12 +391,10 @@ class Floor:
 def bench_rollout(bed, o, report):
     report.head(f"rollout: {o.prompts} x {o.members} episodes, prompt {o.prompt}, {o.turns} turns of {o.new} new + "
                 f"{o.observed} observed tokens")
-    usual = Bed(o).as_others_have_it()
     times = race(o.repeats, {"ours": lambda: bed.rollout(o), "generate": elsewhere(step_generate, o),
-                             "generate_here": lambda: generate_rollout(usual, o), "floor": Floor(bed, o).run})
+                             "floor": Floor(bed, o).run})
     report.times("rollout", times)
     report.put("rollout_vs_generate", ratio(times, "generate", "ours"), "x faster")
-    report.put("rollout_vs_generate_here", ratio(times, "generate_here", "ours"), "x faster")
     report.put("rollout_vs_floor", ratio(times, "floor", "ours"), "of it")
 
 
@@ -441,16 +439,19 @@ def bench_update(bed, o, report):
         trajectories = bed.rollout(shape)
         steps = bed.steps(trajectories, shape)
         runs = {v: lambda v=v: bed.update(steps, shape, v) for v in VARIANTS}
-        race(1, runs)       # warms up: the first round gets its memory from the system
+        if not end:
+            race(1, runs)       # warms up: the first round gets its memory from the system
         times = race(o.repeats, runs)
         report.times("update" + end, times)
         report.put("update_vs_plain" + end, ratio(times, "plain", "ours"), "x faster")
         report.put("update_vs_full_logits" + end, ratio(times, "full", "ours"), "x faster")
-    # full logits of 4 x 8 such episodes would take 40 GB at the large vocabulary: one group stands for them
+    # full logits of 4 x 8 such episodes would take 40 GB at the large vocabulary: one group, three turns stand for them
+    shape = replace(o, prompts=1, turns=min(3, o.turns))
+    trajectories = bed.rollout(shape)
     for vocab, end in {bed.vocab: "_own_vocab", max(LARGE_VOCAB, bed.vocab): ""}.items():
-        report.head(f"update: 1 x {o.members} episodes, {o.turns} turns, {vocab:,} words: once each, in a fresh "
+        report.head(f"update: 1 x {o.members} episodes, {shape.turns} turns, {vocab:,} words: once each, in a fresh "
                     f"process; memory on top of weights and optimizer")
-        runs = {v: alone(replace(o, vocab=vocab, prompts=1), trajectories[:o.members], v) for v in VARIANTS}
+        runs = {v: alone(replace(shape, vocab=vocab), trajectories, v) for v in VARIANTS}
         for v, (peak, taken) in runs.items():
             report.put(f"update_mb{end or '_large_vocab'}/{v}", peak / 1e6, "MB", 0)
             report.put(f"update{end or '_large_vocab'}_s/{v}", taken, "s")
@@ -507,10 +508,10 @@ def bench_trl(bed, o, report):
         return print("  TRL skipped: it is not installed (pip install trl)")
     ours = lambda: bed.update(bed.steps(bed.rollout(o), o), o)
     ours()
-    times = race(o.repeats, {"ours": ours, "trl": elsewhere(step_trl, o, True), "trl_tuned": elsewhere(step_trl, o, False)})
-    report.times("iteration", times)
-    report.put("iteration_vs_trl", ratio(times, "trl", "ours"), "x faster")
-    report.put("iteration_vs_trl_tuned", ratio(times, "trl_tuned", "ours"), "x faster")
+    for name, checkpointing, rounds in (("trl", True, o.repeats), ("trl_tuned", False, 1)):
+        times = race(rounds, {"ours": ours, name: elsewhere(step_trl, o, checkpointing)})
+        report.times("iteration", times)
+        report.put(f"iteration_vs_{name}", ratio(times, name, "ours"), "x faster")
 
 
 def step_trl(bed, o, pause, checkpointing):
@@ -590,14 +591,12 @@ def bench_outside(bed, o, report):
         for policy, chat, cfg, said, end in (
                 (bed.policy, talk, long, scripted((thought + move)[-o.new:]), ""),
                 (small, rollout.Chat(tokenizer, think=False), short, contextlib.nullcontext(), "_tiny")):
-            episodes, shares = rollout.train_episodes(0, 0, range(cfg.prompts_per_iter), cfg.group_size), []
+            episodes = rollout.train_episodes(0, 0, range(cfg.prompts_per_iter), cfg.group_size)
             with said, model_clock() as inside:
-                for _ in range(o.repeats):
-                    inside[0] = 0.0
-                    whole = seconds(lambda: rollout.collect(policy, chat, envs.ENVS[cfg.env], episodes, cfg, 1.0))
-                    shares.append(1 - inside[0] / whole)
-            report.put(f"outside_model_share/{world}{end}", statistics.median(shares))
-            worst = worst if end else max(worst, statistics.median(shares))
+                whole = seconds(lambda: rollout.collect(policy, chat, envs.ENVS[cfg.env], episodes, cfg, 1.0))
+            outside = 1 - inside[0] / whole
+            report.put(f"outside_model_share/{world}{end}", outside)
+            worst = worst if end else max(worst, outside)
     report.put("outside_model_share", worst)
 
 
