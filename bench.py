@@ -106,8 +106,8 @@ def ratio(times, over, under):
     return statistics.median(a / b for a, b in zip(times[over], times[under]))
 
 
-def elsewhere(work, o, *args):
-    """A callable that lets another process do one more step of work(bed, o, pause, *args), which pauses after each.
+def elsewhere(work, o):
+    """A callable that lets another process do one more step of work(bed, o, pause), which pauses after each.
 
     What others' code costs is measured as their users have it: without what this code changes in its process, the
     attention (model.grouped_attention) and the C library's way with memory (train.keep_memory), which would speed
@@ -115,12 +115,12 @@ def elsewhere(work, o, *args):
     """
     context = multiprocessing.get_context("spawn")
     pipe, end = context.Pipe()
-    context.Process(target=stand_by, args=(work, o, end, args), daemon=True).start()
+    context.Process(target=stand_by, args=(work, o, end), daemon=True).start()
     pipe.recv()
     return lambda: (pipe.send("go on"), pipe.recv())
 
 
-def stand_by(work, o, pipe, args):
+def stand_by(work, o, pipe):
     transformers.logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
     train.set_threads()
@@ -132,7 +132,7 @@ def stand_by(work, o, pipe, args):
             pipe.recv()
         except EOFError:
             os._exit(0)     # the one who asked has gone
-    work(Bed(o).as_others_have_it(), o, pause, *args)
+    work(Bed(o).as_others_have_it(), o, pause)
 
 
 class Report:
@@ -422,7 +422,7 @@ def bench_lora(bed, o, report):
     lm = get_peft_model(copy.deepcopy(bed.policy.causal_lm), LoraConfig(
         r=LORA_RANK, lora_alpha=LORA_RANK, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM"))
     adapted, one = ActorCritic(lm, bf16=bed.policy.bf16), replace(o, turns=1)
-    times = race(o.repeats, {"base": lambda: bed.rollout(one), "lora": lambda: bed.rollout(one, adapted)})
+    times = race(3 * o.repeats, {"base": lambda: bed.rollout(one), "lora": lambda: bed.rollout(one, adapted)})
     report.times("decode", times)
     report.put("lora_decode_vs_base", ratio(times, "lora", "base"), "x slower")
 
@@ -494,13 +494,67 @@ def memory(device):
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,) * 2
 
 
+# ---------------------------------------------------------------------------------------------- one idea at a time
+
+class Copying(rollout.RoomyLayer):
+    """The cache as transformers' DynamicCache has it: copied whole for every token."""
+
+    def update(self, keys, values, *args, **kwargs):
+        out = DynamicLayer.update(self, keys, values)
+        self.buffers = out
+        return out
+
+
+def multinomial(logits, uniforms, temperature):
+    probs = torch.softmax(logits / temperature, -1)
+    token = torch.multinomial(probs, 1)
+    return token[:, 0], probs.gather(1, token)[:, 0].log()
+
+
+def bench_ideas(bed, o, report):
+    """What each idea saves: one turn with it taken away, beside one turn with all of them."""
+    o = replace(o, turns=1)
+    report.head("one idea taken away at a time: a rollout and an update of one turn")
+    trajectories = bed.rollout(o)
+    steps = bed.steps(trajectories, o)
+    attention = bed.policy.causal_lm.set_attn_implementation
+
+    @contextlib.contextmanager
+    def sdpa():
+        attention("sdpa")
+        yield
+        attention("grouped")
+
+    @contextlib.contextmanager
+    def as_they_lie(self):
+        with self.autocast():
+            yield
+
+    off = {"with all": contextlib.nullcontext,
+           "weights by rows": lambda: mock.patch.object(ActorCritic, "decoding", as_they_lie),
+           "keys copied for each head": sdpa,
+           "cache copied for each token": lambda: mock.patch.object(rollout, "RoomyLayer", Copying),
+           "torch.multinomial": lambda: mock.patch.object(rollout, "draw", multinomial)}
+    for kind, contexts, work in (
+            ("rollout", off, lambda: bed.rollout(o)),
+            ("update", {"with all": contextlib.nullcontext, "keys copied for each head": sdpa},
+             lambda: bed.update(steps, o))):
+        def run(context):
+            with context():
+                work()
+        runs = {name: lambda c=context: run(c) for name, context in contexts.items()}
+        race(1, runs)
+        times = race(o.repeats, runs)
+        for name in list(times)[1:]:
+            report.put(f"{kind}/{name}", ratio(times, name, "with all"), "x the time")
+
+
 # ---------------------------------------------------------------------------------------------- a whole iteration
 
 def bench_trl(bed, o, report):
     """A whole iteration of one turn, rollout, rewards and one update, beside one of TRL's GRPOTrainer.
 
-    TRL runs with its defaults; "tuned": without its gradient checkpointing, which by default trades a second forward
-    pass for memory.
+    Its gradient checkpointing is off: by default it trades a second forward pass for memory.
     """
     o = replace(o, turns=1)
     report.head(f"iteration: {o.prompts} x {o.members} episodes, prompt {o.prompt}, one turn of {o.new} new tokens")
@@ -508,13 +562,12 @@ def bench_trl(bed, o, report):
         return print("  TRL skipped: it is not installed (pip install trl)")
     ours = lambda: bed.update(bed.steps(bed.rollout(o), o), o)
     ours()
-    for name, checkpointing, rounds in (("trl", True, o.repeats), ("trl_tuned", False, 1)):
-        times = race(rounds, {"ours": ours, name: elsewhere(step_trl, o, checkpointing)})
-        report.times("iteration", times)
-        report.put(f"iteration_vs_{name}", ratio(times, name, "ours"), "x faster")
+    times = race(o.repeats, {"ours": ours, "trl": elsewhere(step_trl, o)})
+    report.times("iteration", times)
+    report.put("iteration_vs_trl", ratio(times, "trl", "ours"), "x faster")
 
 
-def step_trl(bed, o, pause, checkpointing):
+def step_trl(bed, o, pause):
     """Step a GRPOTrainer, with a pause after each step."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -530,7 +583,7 @@ def step_trl(bed, o, pause, checkpointing):
             output_dir=folder, per_device_train_batch_size=o.prompts * o.members, num_generations=o.members,
             max_completion_length=o.new, generation_kwargs={"min_new_tokens": o.new}, max_steps=o.repeats + 2, beta=0.0,
             learning_rate=1e-6, use_vllm=False, bf16=bed.policy.bf16, use_cpu=bed.device.type == "cpu",
-            gradient_checkpointing=checkpointing, report_to=[], save_strategy="no", logging_strategy="no",
+            gradient_checkpointing=False, report_to=[], save_strategy="no", logging_strategy="no",
             disable_tqdm=True)
         trainer = GRPOTrainer(
             bed.policy.causal_lm, lambda completions, **_: [reward(c) for c in completions],
@@ -690,7 +743,7 @@ def bench_hardware(bed, o, report):
 
 # ---------------------------------------------------------------------------------------------- main
 
-BENCHES = {"rollout": bench_rollout, "update": bench_update, "trl": bench_trl, "outside": bench_outside,
+BENCHES = {"rollout": bench_rollout, "update": bench_update, "ideas": bench_ideas, "trl": bench_trl, "outside": bench_outside,
            "growth": bench_growth, "lora": bench_lora, "envs": bench_envs, "hardware": bench_hardware}
 
 

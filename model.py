@@ -170,13 +170,15 @@ class ActorCritic(nn.Module):
         outermost autocast keeps its bfloat16 copies of weights for all the steps.
         """
         merged = self.lora_layers if self.peft and not self.bf16 else []
-        turned = {m.weight for m in self.causal_lm.modules() if isinstance(m, nn.Linear) and self.device.type == "cpu"}
+        turned = {m.weight for name, m in self.causal_lm.named_modules()
+                  if isinstance(m, nn.Linear) and "lora_" not in name and self.device.type == "cpu"}
         saved = [(weight, weight.data) for weight in turned | {m.get_base_layer().weight for m in merged}]
         try:
             for weight, data in saved:
                 weight.data = data.t().contiguous().t() if weight in turned else data.clone()
             for layer in merged:
                 layer.merge(adapter_names=["default"])
+                layer.forward = layer.get_base_layer().forward      # peft's would ask in every call what is merged
             with self.autocast():
                 yield
         finally:
@@ -184,6 +186,7 @@ class ActorCritic(nn.Module):
                 weight.data = data
             for layer in merged:
                 layer.merged_adapters.clear()
+                vars(layer).pop("forward", None)
 
     @property
     def can_fix_shapes(self):
@@ -284,7 +287,9 @@ class ActorCritic(nn.Module):
         """
         def chunk(h, y):
             logits = self.logits(h, lm)                                                 # (c, V)
-            return TokenScores.apply(logits if temperature == 1 else logits / temperature, y, entropy)
+            logp = torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
+            picked = logp.gather(1, y[:, None])[:, 0]
+            return (picked, -(logp.exp() * logp).sum(-1)) if entropy else (picked,)
 
         size = max(1, CHUNK_ELEMENTS // self.config.get_text_config().vocab_size)
         if len(targets) <= size:
@@ -307,32 +312,6 @@ class ActorCritic(nn.Module):
                 json.dump(config, f, indent=2)
             pathlib.Path(folder, "README.md").unlink(missing_ok=True)   # peft's empty card names the base's path
         tokenizer.save_pretrained(folder)
-
-
-class TokenScores(torch.autograd.Function):
-    """Log-probs of targets (n,), and entropies of their distributions, from float32 logits (n, V), in few passes.
-
-    With l = log p:  d l_y / d logits = onehot(y) - p,  d H / d logits = -p (l + H). One (n, V) tensor is kept;
-    autograd's own chain of log_softmax, gather, exp, product and sum keeps three and takes twice the passes.
-    """
-
-    @staticmethod
-    def forward(ctx, logits, targets, entropy):
-        logp = torch.log_softmax(logits, -1)
-        h = -(logp.exp() * logp).sum(-1) if entropy else None
-        ctx.save_for_backward(logp, targets, h)
-        picked = logp.gather(1, targets[:, None])[:, 0]
-        return (picked, h) if entropy else (picked,)
-
-    @staticmethod
-    def backward(ctx, grad, grad_h=None):
-        logp, targets, h = ctx.saved_tensors
-        p = logp.exp()
-        if grad_h is None:
-            out = p.mul_(-grad[:, None])
-        else:
-            out = (logp + h[:, None]).mul_(grad_h[:, None]).add_(grad[:, None]).mul_(p).neg_()
-        return out.scatter_add_(1, targets[:, None], grad[:, None]), None, None
 
 
 def head(lm, hidden):

@@ -200,7 +200,8 @@ def test_merged_decoding(name):
             with policy.decoding():
                 merged = policy.hidden(tokens)
                 assert all(layer.merged for layer in policy.lora_layers)
-                assert all(m.weight.stride(0) == 1 for m in policy.causal_lm.modules() if type(m) is torch.nn.Linear)
+                assert all(m.weight.stride(0) == 1 for n, m in policy.causal_lm.named_modules()
+                           if type(m) is torch.nn.Linear and "lora_" not in n)
         with pytest.raises(ZeroDivisionError), policy.decoding():
             1 / 0                   # nothing stays merged after an error either
         policy.use("reference")
@@ -237,26 +238,6 @@ def test_saved_config_names_no_attention_of_ours(folder, tmp_path):
     assert policy.config._attn_implementation == "grouped"
     policy.save(tmp_path / "policy", tokenizer)
     assert "grouped" not in (tmp_path / "policy" / "config.json").read_text()
-
-
-def test_token_scores_gradient():
-    """The gradients written by hand are autograd's of log_softmax, gather and -sum p log p; each output alone as well."""
-    torch.manual_seed(0)
-    logits, targets = torch.randn(5, 11, dtype=torch.float64, requires_grad=True), torch.tensor([0, 3, 10, 3, 7])
-    assert torch.autograd.gradcheck(lambda x: model.TokenScores.apply(x, targets, True), (logits,))
-    assert torch.autograd.gradcheck(lambda x: model.TokenScores.apply(x, targets, False), (logits,))
-    assert torch.autograd.gradcheck(lambda x: model.TokenScores.apply(x, targets, True)[1], (logits,))
-    logp = torch.log_softmax(logits, -1)
-    picked, entropy = model.TokenScores.apply(logits, targets, True)
-    assert_close(picked, logp[range(5), targets])
-    assert_close(entropy, -(logp.exp() * logp).sum(-1))
-
-
-def test_bf16_does_not_merge(folder):
-    """A bf16 base with an fp32 adapter stays as it is: the sum would round the adapter away."""
-    policy, _ = model.load_model(folder, lora_rank=4, bf16=True)
-    with policy.decoding():
-        assert not any(layer.merged for layer in policy.lora_layers)
 
 
 @pytest.mark.parametrize("make", [lambda **kw: model.ActorCritic(make_lm(), **kw), lambda **kw: make_lora(**kw)],

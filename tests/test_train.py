@@ -24,7 +24,7 @@ from settings import UserError, load_config
 from train import Config, check_config, micro_batches
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-FILES = ("train", "rollout", "envs", "starpo", "model", "diagnostics", "settings", "sft", "bench")
+FILES = ("train", "rollout", "envs", "starpo", "model", "diagnostics", "settings", "sft", "bench", "study")
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +140,7 @@ def test_batch_arithmetic():
 
 def test_every_setting_is_read():
     """A setting that no code reads is the quietest bug of all."""
-    code = "".join(open(f"{name}.py").read() for name in FILES if name not in ("sft", "bench"))
+    code = "".join(open(f"{name}.py").read() for name in FILES if name not in ("sft", "bench", "study"))
     code = code.replace(inspect.getsource(check_config), "")        # to refuse a value is not to use it
     for field in dataclasses.fields(Config):
         reads = re.findall(rf"cfg\.{field.name}\b", code)
@@ -154,7 +154,7 @@ def test_imports_go_one_way():
     """envs, model and starpo import no file of the project, rollout and settings at most envs; nothing but scripts import train."""
     allowed = {"envs": set(), "model": set(), "starpo": set(), "rollout": {"envs"}, "settings": {"envs"},
                "diagnostics": {"rollout"}, "train": {"envs", "model", "starpo", "rollout", "diagnostics", "settings"},
-               "bench": {"envs", "model", "rollout", "settings", "train"},
+               "bench": {"envs", "model", "rollout", "settings", "train"}, "study": {"starpo", "settings"},
                "sft": {"envs", "model", "rollout", "settings", "train"}}
     for name in FILES:
         found = set()
