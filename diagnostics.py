@@ -33,7 +33,7 @@ class EchoTrap:
     fall      warn where the EMA of std or entropy is under this fraction of its early level
     patience  iterations without a new best success that count as "stopped rising", and iterations of a fallen
               success that count as "lasting"
-    solved    no warning from this fraction of the ceiling on
+    solved    from this fraction of the ceiling on only a lasting fall of success counts
     spike     collapse where the gradient norm is this many times its usual one: the larger of the early level
               and the EMA, both geometric means, so that one spike doesn't hide the next
     drop      collapse where success stays under (1 - drop) * its best
@@ -79,7 +79,7 @@ class EchoTrap:
             x = math.log(values.pop("grad_norm"))
             if num.get("log_grad", 0) >= self.warmup:
                 usual = max(s["ema"]["log_grad"], s["early"]["log_grad"])
-                if x > usual + math.log(self.spike):
+                if x > usual + math.log(self.spike) and not self.has_solved:
                     signs["collapse"].append("grad_norm spikes")
             self.follow("log_grad", x)
         for key in values.keys() - {"grad_norm", "success"}:
@@ -88,7 +88,7 @@ class EchoTrap:
             self.follow_success(values["success"])
         if s["fallen"] >= self.patience:
             signs["collapse"].append("success has fallen")
-        if s["stale"] >= self.patience and s["ema"]["success"] < self.solved * self.ceiling:
+        if s["stale"] >= self.patience and not self.has_solved:
             for key in ("group_reward_std", "entropy"):
                 if num.get(key, 0) >= self.warmup and s["ema"][key] < self.fall * s["early"][key]:
                     signs["warn"].append(f"{key} is low")
@@ -97,6 +97,11 @@ class EchoTrap:
                 s["first"][level] = metrics.get("iter")
         self.signs = signs["collapse"] + signs["warn"]
         return "collapse" if signs["collapse"] else "warn" if signs["warn"] else "ok"
+
+    @property
+    def has_solved(self) -> bool:
+        """Success is near its ceiling: little is left to learn, and any failure moves a gradient that is nearly 0."""
+        return self.state["ema"].get("success", -math.inf) >= self.solved * self.ceiling
 
     def follow(self, key, x):
         """Move the EMA (a plain mean at first) and, during the warm-up, the early level."""

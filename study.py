@@ -1,7 +1,7 @@
 """Small experiments on the laptop model, three seeds each: the tables of the README, one command each.
 
     python study.py algorithms      # every algorithm on the lake at equal episodes
-    python study.py collapse        # plain StarPO until it collapses, beside StarPO-S, with the warnings before
+    python study.py collapse        # plain StarPO until it collapses, beside StarPO-S, with the first warnings
     python study.py template        # thoughts that stop to depend on their prompts, beside some that don't
 
 Runs lie in runs/study/NAME_SEED and are not made again; `--jobs=2` runs two at a time, one core each (then the
@@ -20,15 +20,17 @@ import starpo
 from settings import UserError, load_config
 
 LAKE = ["--config=configs/tiny_frozenlake.py", "--micro_batch_tokens=4096"]
-PUSHED = [*LAKE, "--algo=grpo", "--max_iters=100", "--eval_every=0", "--prompts_per_iter=16", "--lr=2e-3",
-          "--update_batch=32", "--updates_per_rollout=2"]
+PUSHED = ["--config=configs/tiny_bandit.py", "--algo=grpo", "--max_iters=80", "--eval_every=0", "--prompts_per_iter=16",
+          "--lr=1e-3", "--update_batch=32", "--updates_per_rollout=2"]
+PLAIN = ["--filter_keep=1", "--kl_coef=0.001", "--clip_high=0.2"]
+STARPO_S = ["--filter_keep=0.25", "--kl_coef=0", "--clip_high=0.28"]
 STUDIES = {
     "algorithms": {algo: [*LAKE, f"--algo={algo}", "--max_iters=30", "--eval_every=30",
                           *(["--critic_lr=1e-3", "--lam=0.95"] if algo in starpo.CRITICS else [])]
                    for algo in starpo.ALGOS},
     "collapse": {
-        "plain StarPO": [*PUSHED, "--filter_keep=1", "--kl_coef=0.001", "--clip_high=0.2"],
-        "StarPO-S": [*PUSHED, "--filter_keep=0.25", "--kl_coef=0", "--clip_high=0.28"]},
+        f"{name} on {env}": [*PUSHED, f"--env={env}", *words]
+        for env in ("Bandit", "BanditSafe") for name, words in (("plain StarPO", PLAIN), ("StarPO-S", STARPO_S))},
     "template": {
         "reward ignores the state": ["--config=configs/tiny_template.py"],
         "reward of the lake": ["--config=configs/tiny_template.py", "--env=FrozenLakeNoSlip", "--max_turns=6"]},
@@ -49,9 +51,10 @@ def run(name, words, seed, core):
     path = os.path.join(out, "metrics.jsonl")
     if not os.path.exists(os.path.join(out, "policy")):         # written at the end
         pin = ["taskset", "-c", str(core)] if core is not None else []
-        with open(os.devnull, "w") as null:
+        os.makedirs("runs/study", exist_ok=True)
+        with open(f"{out}.log", "w") as log:
             subprocess.run([*pin, sys.executable, "train.py", *words, f"--seed={seed}", f"--out_dir={out}"], check=True,
-                           stdout=null)
+                           stdout=log, stderr=log)
     with open(path) as f:
         return [json.loads(line) for line in f]
 

@@ -4,7 +4,7 @@
     accelerate launch train.py --config configs/tiny_bandit.py --env=BanditSafe --out_dir=runs/tiny_bandit_safe
 
 Success on 256 held-out tasks 0.48 -> 1 on Bandit and 0.52 -> 1 on the control, where the other arm is the better one
-(mean of 3 seeds), in 25 seconds each on 2 CPU cores.
+(mean of 3 seeds), in about 10 seconds each on 2 CPU cores.
 """
 model = "assets/tiny"       # about 1 M parameters, made by sft.py on noisy play
 env = "Bandit"

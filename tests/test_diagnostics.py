@@ -97,6 +97,8 @@ def test_gradient_spike_is_a_collapse():
     assert play(metrics, spike=1000)[0].first["collapse"] is None
     small = [m | {"grad_norm": 0.001 if 20 < m["iter"] != 50 else 1.0} for m in curve(80)]
     assert play(small)[0].first["collapse"] is None                  # 1 was usual before there was no spread
+    solved = curve(80, success=lambda t: 0.99, grad_norm=lambda t: {50: 60.0}.get(t, 1.0))
+    assert play(solved)[0].first["collapse"] is None                 # any failure moves a gradient of nearly nothing
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.04, 0.1])
