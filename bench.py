@@ -116,6 +116,7 @@ def elsewhere(work, o):
     context = multiprocessing.get_context("spawn")
     pipe, end = context.Pipe()
     context.Process(target=stand_by, args=(work, o, end), daemon=True).start()
+    end.close()         # or a process that dies would be waited for
     pipe.recv()
     return lambda: (pipe.send("go on"), pipe.recv())
 
@@ -522,8 +523,10 @@ def bench_ideas(bed, o, report):
     @contextlib.contextmanager
     def sdpa():
         attention("sdpa")
-        yield
-        attention("grouped")
+        try:
+            yield
+        finally:
+            attention("grouped")
 
     @contextlib.contextmanager
     def as_they_lie(self):

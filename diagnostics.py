@@ -267,11 +267,15 @@ def template_metrics(policy, tokenizer, trajectories, cfg) -> dict:
 
     cfg  settings template_pairs, temperature, micro_batch_tokens
     Returns its numbers as template/first/... (first turns, under first prompts) and template/all/... (any turn,
-    under whole histories); {} where fewer than two prompts differ.
+    under whole histories); {} where fewer than two prompts differ. Contexts that leave the model no room for the
+    longest thought are left out. After an update the scores are the new policy's.
     """
     out = {}
     for name, first_turn in (("first", True), ("all", False)):
         contexts, thoughts = thought_pairs(trajectories, tokenizer.decode, first_turn, cfg.template_pairs)
+        room = policy.max_positions - max(map(len, thoughts))
+        contexts, thoughts = [x for x in contexts if len(x) <= room], [
+            z for x, z in zip(contexts, thoughts) if len(x) <= room]
         if len(contexts) > 1:
             scores = cross_score(policy, contexts, thoughts, cfg.temperature, cfg.micro_batch_tokens)
             out |= {f"template/{name}/{key}": x for key, x in template_collapse(scores).items()}

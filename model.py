@@ -23,6 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+GROUPED_MASK = 2 ** 22      # elements of the mask that grouped_attention makes at most, for several tokens a row
 CHUNK_ELEMENTS = 2 ** 25    # logits held at once (elements): 128 MB in float32, whatever the vocabulary
 
 
@@ -34,15 +35,16 @@ def grouped_attention(module, query, key, value, attention_mask, scaling=None, *
     """Attend like transformers' "sdpa", where heads share keys and values (GQA) without a copy of them for each head.
 
     query (B, H, T, d), key and value (B, H / n, S, d): the n heads of a group stand below each other as n T rows.
-    transformers repeats keys and values n times under a mask, for every layer of every pass.
+    That pays for single tokens, and on a CPU for a few tokens under a mask, which then has n T rows too.
     """
     b, heads, length, dim = query.shape
     n = heads // key.shape[1]
-    if n == 1 or length > 1 and attention_mask is None:         # plain causal: torch has a kernel for that
+    many = length > 1 and (attention_mask is None or query.is_cuda or n * attention_mask.numel() > GROUPED_MASK)
+    if n == 1 or many or any(kwargs.get(name) is not None for name in ("softcap", "position_bias")):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     mask = None if attention_mask is None else attention_mask.repeat(1, 1, n, 1)
     out = nn.functional.scaled_dot_product_attention(query.reshape(b, -1, n * length, dim), key, value, mask, scale=scaling)
-    return out.view(b, heads, length, -1).transpose(1, 2).contiguous(), None
+    return out.reshape(b, heads, length, -1).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register("grouped", grouped_attention)
@@ -172,7 +174,8 @@ class ActorCritic(nn.Module):
         merged = self.lora_layers if self.peft and not self.bf16 else []
         turned = {m.weight for name, m in self.causal_lm.named_modules()
                   if isinstance(m, nn.Linear) and "lora_" not in name and self.device.type == "cpu"}
-        saved = [(weight, weight.data) for weight in turned | {m.get_base_layer().weight for m in merged}]
+        bases = {p for m in merged for p in m.get_base_layer().parameters()}        # some adapters have biases too
+        saved = [(weight, weight.data) for weight in turned | bases]
         try:
             for weight, data in saved:
                 weight.data = data.t().contiguous().t() if weight in turned else data.clone()
@@ -194,7 +197,7 @@ class ActorCritic(nn.Module):
         text = self.config.get_text_config()
         full = set(getattr(text, "layer_types", None) or ["full_attention"]) == {"full_attention"}
         return self.device.type == "cuda" and full and not getattr(text, "sliding_window", None) and \
-            self.config._attn_implementation in ("grouped", "sdpa", "eager")
+            self.config._attn_implementation == "grouped" and not getattr(text, "alibi", False)
 
     def hidden(self, tokens, attn_mask=None, positions=None, cache=None, lm=None):
         """Return the backbone's last hidden states (B, T, D); with a cache, extend it by these tokens.

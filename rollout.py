@@ -513,12 +513,13 @@ class FixedStep:
         self.position += self.alive[:, None]
 
     def capture(self):
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph):       # recorded, not run
                 self.step()
             return graph
         except RuntimeError as error:
+            torch.cuda.set_stream(stream)       # a capture that fails at its end leaves its own behind
             print(f"note: the decode step can't be captured as a CUDA graph, decoding goes on without: {error}",
                   file=sys.stderr)
             FixedStep.WARM_UP = None        # not tried again
@@ -554,7 +555,7 @@ def sample_turn(rows, hidden, uniforms, limit, stop_ids, temperature, fixed=Fals
     """Sample one response per row, token by token, all rows at once.
 
     hidden (B, D): the state after the last fed token. uniforms (B, M), limit (B,): most tokens for each row.
-    fixed: decode in steps of fixed shapes (FixedStep), with all rows to the end. Else rows that have finished
+    fixed: decode in steps of fixed shapes (FixedStep), with all rows to the end. Else, on a CPU, rows that have finished
     are set aside as soon as they have wasted PATIENCE steps of the whole batch, and put back at the end.
     Returns (tokens (B, n), logprobs (B, n), lengths (B,)) on the CPU. A row's last token, its stop token as a
     rule, is not in the cache yet: it is fed with the next observation, which saves a forward pass.
@@ -579,7 +580,7 @@ def sample_turn(rows, hidden, uniforms, limit, stop_ids, temperature, fixed=Fals
             wasted += finished
             if finished == len(alive):
                 break
-            if not fixed and wasted >= PATIENCE * len(alive):
+            if device.type == "cpu" and not fixed and wasted >= PATIENCE * len(alive):
                 aside.append(rows.part(~alive))
                 gone.append(flight[~alive])
                 rows.select(alive)

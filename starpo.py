@@ -121,9 +121,9 @@ def length_weights(lengths: Tensor) -> Tensor:
     """
     Weigh rows by mean length / own length, so that long episodes push no harder than short ones.
 
-    lengths (B,)  trained tokens of each row of the update batch, over all ranks
+    lengths (B,)  trained tokens of each kept row, over all ranks
     Returns (B,) float32, a factor of the advantages; 0 for a row of no tokens. From the released code
-    (grpo_advantage_length_weight). With the divisor "token-mean" the policy loss becomes that of
+    (grpo_advantage_length_weight). With the divisor "token-mean" and one step the policy loss becomes that of
     "seq-mean-token-mean"; with the latter, lengths would count twice.
 
     >>> length_weights(torch.tensor([1, 3])).tolist()

@@ -10,6 +10,7 @@ seconds are those of one core).
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -25,7 +26,8 @@ PUSHED = ["--config=configs/tiny_bandit.py", "--algo=grpo", "--max_iters=80", "-
 PLAIN = ["--filter_keep=1", "--kl_coef=0.001", "--clip_high=0.2"]
 STARPO_S = ["--filter_keep=0.25", "--kl_coef=0", "--clip_high=0.28"]
 STUDIES = {
-    "algorithms": {algo: [*LAKE, f"--algo={algo}", "--max_iters=30", "--eval_every=30",
+    "algorithms": {algo: [*LAKE, f"--algo={algo}", "--max_iters=25", "--eval_every=25",
+                          "--prompts_per_iter=16", "--update_batch=64",
                           *(["--critic_lr=1e-3", "--lam=0.95"] if algo in starpo.CRITICS else [])]
                    for algo in starpo.ALGOS},
     "collapse": {
@@ -50,6 +52,7 @@ def run(name, words, seed, core):
     out = os.path.join("runs", "study", f"{name.replace(' ', '_')}_{seed}")
     path = os.path.join(out, "metrics.jsonl")
     if not os.path.exists(os.path.join(out, "policy")):         # written at the end
+        shutil.rmtree(out, ignore_errors=True)                  # what an interrupted run left
         pin = ["taskset", "-c", str(core)] if core is not None else []
         os.makedirs("runs/study", exist_ok=True)
         with open(f"{out}.log", "w") as log:

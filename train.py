@@ -47,7 +47,7 @@ class Config:
 
     # how long, how often
     max_iters: int = 200                # rollout-update iterations; 0 = evaluate only
-    eval_every: int = 10                # iterations; also before the first and after the last; 0 = never. Saves too
+    eval_every: int = 10                # iterations; also before the first and after max_iters; 0 = never. Saves too
     eval_tasks: int = 256               # fixed validation tasks, one sample each (standard error 3 points)
     eval_temperature: float = 0.5       # 0 = most likely token
     log_every: int = 1                  # iterations per printed line
@@ -70,7 +70,7 @@ class Config:
     refill: int = 0                     # DAPO: at most so many rollouts more until P groups have spread; 0 = off
 
     # filter: which groups are trained on
-    filter_keep: float = 0.25           # how much of them, 1 = no filter; what it measures is filter_by's business
+    filter_keep: float = 0.25           # how much of them, in filter_by's unit; 1 = no filter for top_k and top_p
     filter_by: str = "top_k"            # top_k (fraction of groups) | top_k_abs (number) | top_p | top_p_softmax
     #                                     (share of the score) | min_p (of the highest score)
     filter_score: str = "std"           # of a group's returns; or the group's mean of "return", "entropy", "length"
@@ -177,12 +177,15 @@ def check_config(cfg, typed=(), filed=()):
     in_group = cfg.algo in ("grpo", "dr_grpo", "rloo", "gigpo") or cfg.algo == "reinforce_pp" and cfg.baseline == "group"
     if in_group and cfg.group_size == 1:
         raise UserError(f"algo={cfg.algo!r} compares the members of a group: group_size must be at least 2, got 1")
-    ranks = cfg.filter_keep < 1 and cfg.filter_score == "std" or cfg.refill or cfg.spread_weight
-    if ranks and cfg.group_size == 1:
-        raise UserError("a filter by the spread of a group needs group_size of at least 2, got 1 (or set filter_keep=1, "
-                        "refill=0 and spread_weight=False)")
+    by_spread = cfg.filter_score == "std" and (cfg.filter_keep < 1 or cfg.filter_by in ("top_k_abs", "min_p")
+                                               or not cfg.filter_zero)
+    if (by_spread or cfg.refill or cfg.spread_weight) and cfg.group_size == 1:
+        raise UserError("a filter by the spread of a group needs group_size of at least 2, got 1 (or set filter_keep=1 "
+                        "with filter_by='top_k' and filter_zero=True, refill=0 and spread_weight=False)")
     if cfg.length_weight and cfg.loss_divisor == "seq-mean-token-mean":
         raise UserError("length_weight=True and loss_divisor='seq-mean-token-mean' would count lengths twice: take one")
+    if len(env_makers(cfg)) <= cfg.env.count(","):
+        raise UserError(f"env={cfg.env!r} names an environment twice")
     if cfg.env_args and "," in cfg.env:
         raise UserError("env_args belong to one environment, but env names several: register a class of your own for "
                         "each (README, \"Add your own environment\")")
@@ -205,10 +208,12 @@ def check_config(cfg, typed=(), filed=()):
 
 def batch_arithmetic(cfg):
     """Say in words what one iteration does, and whether clipping can act."""
-    prompts, count = cfg.prompts_per_iter, {"top_k": lambda: starpo.kept_count(cfg.prompts_per_iter, cfg.filter_keep),
-                                            "top_k_abs": lambda: min(cfg.prompts_per_iter, int(cfg.filter_keep))}
-    kept = count.get(cfg.filter_by, lambda: prompts)()
-    most = "" if cfg.filter_by in count and cfg.filter_zero else "at most "
+    prompts = cfg.prompts_per_iter
+    kept = {"top_k": lambda: starpo.kept_count(prompts * (1 + cfg.refill), cfg.filter_keep),
+            "top_k_abs": lambda: int(cfg.filter_keep)}.get(cfg.filter_by, lambda: prompts)()
+    kept = min(prompts, kept)
+    exact = cfg.filter_by in ("top_k", "top_k_abs") and cfg.filter_zero and not cfg.refill
+    most = "" if exact else "at most "
     episodes = kept * cfg.group_size
     steps = cfg.updates_per_rollout * -(-episodes // cfg.update_batch)      # the last batch may be smaller
     clip = "clipping can act" if steps > 1 else "the ratio is exactly 1 and clipping cannot act"

@@ -13,6 +13,7 @@ import torch
 
 import diagnostics
 from helpers import make_policy, one_pass, rollout
+from helpers import settings as rollout_settings
 
 NAN = float("nan")
 
@@ -245,6 +246,15 @@ def episode(group, prompt, *turns):
         t.turn_ids += [k] * len(response) + [k + 1] * len(observation)
         t.turn_rewards.append(0.0)
     return t
+
+
+def test_template_metrics_leave_out_what_has_no_room(monkeypatch):
+    """A context near the model's last position can't take another's thought: no index beyond the table of positions."""
+    policy, chat = make_policy("gpt2")
+    played = [episode(g, [7 + g] * n, ([1, 2, 3], [])) for g, n in enumerate((5, 9, 511))]      # 512 positions
+    cfg = rollout_settings(template_pairs=9, micro_batch_tokens=4096)
+    got = diagnostics.template_metrics(policy, chat.tokenizer, played, cfg)
+    assert got["template/first/retrieval_chance"] == 0.5
 
 
 def test_thought_pairs():

@@ -214,9 +214,12 @@ def test_merged_decoding(name):
     assert_close(policy.hidden(tokens), beside, 0)
 
 
+@pytest.mark.parametrize("most", [0, 2 ** 22])
 @pytest.mark.parametrize("length, masked", [(1, True), (1, False), (7, True), (7, False)])
-def test_grouped_attention(length, masked):
-    """Heads that share keys, against softmax(q k / sqrt d) v with a key for each head; backward too."""
+def test_grouped_attention(monkeypatch, length, masked, most):
+    """Heads that share keys, against softmax(q k / sqrt d) v with a key for each head; backward too. most 0: every mask
+    is too large for grouping, and transformers' own function takes over."""
+    monkeypatch.setattr(model, "GROUPED_MASK", most)
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, n, 4, requires_grad=True) for heads, n in ((6, length), (2, 7), (2, 7)))
     mask = torch.rand(2, 1, length, 7) < 0.7 if masked else None

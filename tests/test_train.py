@@ -86,6 +86,10 @@ def test_bad_files(tmp_path, text, message):
 
 @pytest.mark.parametrize("changes, message", [
     (dict(algo="gpro"), "algo must be one of ppo, bi_level_gae, grpo"),
+    (dict(env="Sokoban,Sokoban"), "names an environment twice"),
+    (dict(filter_by="top_k_abs", filter_keep=1.0, group_size=1), "needs group_size of at least 2"),
+    (dict(env="Sokoban,FrozenLake", env_args={"size": 5}), "env_args belong to one environment"),
+    (dict(algo="grpo", length_weight=True, loss_divisor="seq-mean-token-mean"), "count lengths twice"),
     (dict(group_size=0), "group_size must be at least 1, got 0"),
     (dict(temperature=0.0), "temperature must be above 0"),
     (dict(filter_keep=0.0), "filter_keep must be above 0"),
@@ -135,7 +139,8 @@ def test_batch_arithmetic():
         Config(filter_keep=1.0, updates_per_rollout=2))
     assert "3 of 8 groups kept = 48 episodes" in train.batch_arithmetic(Config(filter_by="top_k_abs", filter_keep=3.0))
     assert "at most 8 of 8 groups" in train.batch_arithmetic(Config(filter_by="min_p"))
-    assert "up to 3 times, until 8 groups have spread" in train.batch_arithmetic(Config(refill=2))
+    refilled = train.batch_arithmetic(Config(refill=2))      # a quarter of up to 24 groups
+    assert "up to 3 times, until 8 groups have spread" in refilled and "at most 6 of 8 groups kept" in refilled
 
 
 def test_every_setting_is_read():
