@@ -51,6 +51,11 @@ AttentionInterface.register("grouped", grouped_attention)
 AttentionMaskInterface.register("grouped", sdpa_mask)
 
 
+def hand_out(x, of):
+    """x[of], as an embedding: its gradient is summed in one order, an index's in the order in which threads come."""
+    return nn.functional.embedding(of, x.flatten(1)).view(-1, *x.shape[1:])
+
+
 class ActorCritic(nn.Module):
     """The policy, and what the algorithm needs beside it: a critic (ppo), a frozen reference (kl_coef > 0).
 
@@ -240,10 +245,10 @@ class ActorCritic(nn.Module):
         cache = DynamicCache()
         prompts = self.hidden(tokens[prefix.rows].gather(1, at), real.long() if prefix.ragged else None, at, cache, lm)
         for layer in cache.layers:
-            layer.keys, layer.values = (x.index_select(0, prefix.of) for x in (layer.keys, layer.values))
+            layer.keys, layer.values = hand_out(layer.keys, prefix.of), hand_out(layer.values, prefix.of)
         mask = torch.cat([real[prefix.of], torch.ones_like(fed, dtype=torch.bool)], 1).long() if prefix.ragged else None
         rest = self.hidden(tokens.gather(1, fed), mask, fed, cache, lm)
-        return torch.cat([prompts[prefix.of, -1:], rest], 1), columns
+        return torch.cat([hand_out(prompts[:, -1:], prefix.of), rest], 1), columns
 
     def forward(self, tokens, loss_mask, last=None, *, temperature=1.0, roles=("policy",), prefix=None,
                 entropy=True):

@@ -491,7 +491,7 @@ def test_supervised_training_makes_a_model_that_loads(tmp_path):
     folder of type qwen2, AutoTokenizer would silently cut text in Qwen's way.)"""
     cfg = sft.SftConfig(steps=12, batch=8, lr=1e-2, noise=0.3, solver_only=True, world_coef=0.1, out_dir=str(tmp_path))
     losses = sft.main(cfg)
-    assert losses[-1] < 0.6 * losses[0]
+    assert losses[-1] < 0.7 * losses[0]
     tokenizer = model.load_model(str(tmp_path))[1]
     pieces = [tokenizer.decode([i]) for i in tokenizer("x\n######\n#_O#_#\n#__XP#\n######\n10")["input_ids"]]
     assert pieces == ["x", "\n######\n#", "_", "O", "#", "_", "#\n#", "_", "_", "X", "P", "#\n######", "\n", "10"]
