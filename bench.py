@@ -275,7 +275,7 @@ class Bed:
         """Trajectories as optimizer steps, advantages included."""
         cfg, kept = settings(o), torch.ones(len(trajectories), dtype=torch.bool)
         steps = train.split_steps(trajectories, list(range(len(kept))), cfg, self.accelerator, self.device)
-        train.prepare(self.policy, steps, train.credit(trajectories, kept, cfg), cfg, self.accelerator)
+        train.prepare(self.policy, steps, train.assign_credit(trajectories, kept, cfg), cfg, self.accelerator)
         return steps
 
     def update(self, steps, o, variant="ours"):

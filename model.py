@@ -176,7 +176,7 @@ class ActorCritic(nn.Module):
         rows with a matrix two to three times as fast if its columns lie in one piece, not its rows. On a GPU the
         outermost autocast keeps its bfloat16 copies of weights for all the steps.
         """
-        merged = self.lora_layers if self.peft and not self.bf16 else []
+        merged = self.lora_layers if self.peft and not self.bf16 and self.causal_lm.dtype == torch.float32 else []
         turned = {m.weight for name, m in self.causal_lm.named_modules()
                   if isinstance(m, nn.Linear) and "lora_" not in name and self.device.type == "cpu"}
         bases = {p for m in merged for p in m.get_base_layer().parameters()}        # some adapters have biases too

@@ -47,7 +47,7 @@ class Config:
 
     # how long, how often
     max_iters: int = 200                # rollout-update iterations; 0 = evaluate only
-    eval_every: int = 10                # iterations; also before the first and after max_iters; 0 = never. Saves too
+    eval_every: int = 10                # iterations; also before the first and after the last; 0 = never. Saves too
     eval_tasks: int = 256               # fixed validation tasks, one sample each (standard error 3 points)
     eval_temperature: float = 0.5       # 0 = most likely token
     log_every: int = 1                  # iterations per printed line
@@ -84,9 +84,9 @@ class Config:
     clip_high: float = 0.28             # 0.2 = plain StarPO
     dual_clip: float = 0.0              # bound of the loss for bad tokens of large ratio (usual: 3); 0 = off
     tis_cap: float = 0.0                # truncated importance sampling of sampler to trainer (usual: 2); 0 = off
-    kl_coef: float = 0.0                # 0 = no KL (StarPO-S); 0.001 = plain: in the reward (ppo), else in the loss;
+    kl_coef: float = 0.0                # 0 = no KL (StarPO-S); 0.001 = plain: with a critic in the reward, else in the loss;
     #                                     the reference is the start, with LoRA the model without its adapter
-    kl_kind: str = "k3"                 # estimator of the KL in the loss: k2 | k3; ppo's reward takes k1
+    kl_kind: str = "k3"                 # estimator of the KL in the loss: k2 | k3; in the reward it is k1
     entropy_coef: float = 0.001         # bonus per nat (0 .. 0.01)
     gamma: float = 1.0                  # ppo, bi_level_gae: discount per token
     lam: float = 1.0                    # ppo, bi_level_gae: GAE's λ (0.9 .. 1)
@@ -95,7 +95,8 @@ class Config:
     baseline: str = "none"              # reinforce_pp: "group" subtracts the group's mean first
     step_coef: float = 1.0              # gigpo: weight of the advantage among actions from the same state
     gigpo_std: bool = True              # gigpo: divide by the std, on both levels
-    whiten: bool = False                # advantages to mean 0, std 1 over the update batch's tokens (ppo always)
+    whiten: bool = False                # advantages to mean 0, std 1 over the update batch's tokens; ppo, bi_level_gae
+    #                                     and reinforce_pp always do
     length_weight: bool = False         # advantages x mean length / own length of the episode
     adv_clip_low: float = 0.0           # normalised returns are cut at -adv_clip_low (usual: 1); 0 = off
     adv_clip_high: float = 0.0          # ... and at adv_clip_high (usual: 3); 0 = off
@@ -103,7 +104,7 @@ class Config:
 
     # optimisation
     lr: float = 1e-5                    # policy (LoRA 1e-5 .. 1e-4, all weights of a large model 1e-6 .. 1e-5)
-    critic_lr: float = 1e-4             # ppo's critic (ten times lr)
+    critic_lr: float = 1e-4             # ppo, bi_level_gae: the critic's (ten times lr)
     update_batch: int = 32              # E, episodes per optimizer step, over all ranks
     updates_per_rollout: int = 1        # passes over the kept episodes (Online-k, 1 .. 4)
     micro_batch_tokens: int = 16384     # padded tokens per forward pass (memory only; the result is the same)
@@ -393,7 +394,7 @@ class Credit:
     turns: torch.Tensor | None = None       # (n, K) added to the tokens of each turn (gigpo)
 
 
-def credit(trajectories, kept, cfg):
+def assign_credit(trajectories, kept, cfg):
     """Compare the kept trajectories with each other, on every rank alike: a Credit, 0 where not kept."""
     returns, group = returns_and_groups(trajectories)
     r, g = returns[kept], group[kept]
@@ -616,15 +617,15 @@ def main(cfg, notes=()):
     trap = diagnostics.EchoTrap(sum(best) / len(best) if best and None not in best else 1.0, fall=cfg.echo_fall,
                                 patience=cfg.echo_patience)
 
-    def finish(metrics):
-        """Evaluate where it is due, write the line of metrics, print it."""
+    def finish(metrics, last):
+        """Evaluate and save where it is due, write the line of metrics, print it."""
         it = metrics["iter"]
-        due = cfg.eval_every and (it % cfg.eval_every == 0 or it == cfg.max_iters)
+        due = cfg.eval_every and (it % cfg.eval_every == 0 or last)
         if due:
             metrics |= evaluate(policy, chat, makers, cfg, accelerator, base)
         metrics["time_s"] = time.perf_counter() - start
         if is_main:
-            if it and due:
+            if it and (due or last):
                 policy.save(os.path.join(cfg.out_dir, "policy"), tokenizer)
             if not os.path.exists(metrics_path):        # only now: a run that never starts leaves nothing behind
                 os.makedirs(cfg.out_dir, exist_ok=True)
@@ -636,7 +637,7 @@ def main(cfg, notes=()):
                 say(log_line(metrics, makers))
         return metrics
 
-    metrics = finish({"iter": 0}) if cfg.eval_every else {}
+    metrics = finish({"iter": 0}, last=False) if cfg.eval_every else {}
     empty = 0
     bar = tqdm(range(1, cfg.max_iters + 1), disable=not is_main or cfg.max_iters == 0, unit="iter")
     for it in bar:
@@ -652,7 +653,7 @@ def main(cfg, notes=()):
         # 6. score and advantages, on all ranks alike for whole trajectories, per token with a critic
         steps = split_steps(trajectories, kept.nonzero()[:, 0].tolist(), cfg, accelerator, device)
         stats = Stats(device)
-        extra = prepare(model, steps, credit(trajectories, kept, cfg), cfg, accelerator) if steps else {}
+        extra = prepare(model, steps, assign_credit(trajectories, kept, cfg), cfg, accelerator) if steps else {}
 
         # 7. update
         for _ in range(cfg.updates_per_rollout):
@@ -676,21 +677,21 @@ def main(cfg, notes=()):
         metrics |= {"health": trap.update(metrics), "health_signs": trap.signs}
         if is_main and cfg.log_rollouts and (it == 1 or it % cfg.log_rollouts_every == 0):
             write_rollouts(os.path.join(cfg.out_dir, "rollouts"), it, trajectories, cfg.log_rollouts)
-        metrics = finish(metrics)
+        stop = ""
+        if empty == cfg.empty_stop:
+            stop = f"no group was kept for {empty} iterations in a row, so nothing is left to learn from here"
+        elif metrics["health"] == "collapse" and cfg.on_collapse == "stop":
+            stop = f"collapse ({', '.join(trap.signs)})"
+        metrics = finish(metrics, last=bool(stop) or it == cfg.max_iters)
         for level in ("warn", "collapse"):
             if fired[level] is None and trap.first[level] is not None:
                 say(f"Echo Trap: first {level} at iteration {it}: {', '.join(trap.signs)}")
         bar.set_postfix_str(", ".join(f"{name} {metrics[key]:.2f}" for name, key in (
             ("success", "success"), ("std", "group_reward_std"), ("entropy", "entropy")) if metrics[key] is not None)
             + f", {rollout_s + update_s:.1f} s" + f", {metrics['health']}" * (metrics["health"] != "ok"))
-        if empty == cfg.empty_stop:
-            say(f"stopped: no group was kept for {empty} iterations in a row, so nothing is left to learn from here")
+        if stop:
+            say(f"stopped at iteration {it}: {stop}")
             break
-        if metrics["health"] == "collapse" and cfg.on_collapse == "stop":
-            say(f"stopped at iteration {it}: collapse ({', '.join(trap.signs)})")
-            break
-    if is_main and cfg.max_iters:
-        policy.save(os.path.join(cfg.out_dir, "policy"), tokenizer)
     accelerator.wait_for_everyone()     # no rank takes its connections away while another still writes
     accelerator.end_training()
     return metrics

@@ -22,5 +22,5 @@ prompts_per_iter = 32
 group_size = 8
 filter_keep = 0.5
 update_batch = 128          # all kept episodes in one step
-micro_batch_tokens = 4096    # small batches stay in the processor's cache
+micro_batch_tokens = 4096   # small batches stay in the processor's cache
 max_iters = 60

@@ -30,6 +30,10 @@ FILES = ("train", "rollout", "envs", "starpo", "model", "diagnostics", "settings
 @pytest.fixture(autouse=True)
 def in_root(monkeypatch):
     monkeypatch.chdir(ROOT)     # the configs name assets/tiny as a user at the top of the clone does
+    worlds = dict(envs.ENVS)
+    yield
+    envs.ENVS.clear()           # a config that brings a world of its own leaves it to no other test
+    envs.ENVS.update(worlds)
 
 
 def run_tiny(tmp_path, name, *words):
@@ -292,7 +296,7 @@ def test_credit():
     kept = torch.tensor([True, True, False, False])
 
     def scores(**changes):
-        c = train.credit(played, kept, Config(**changes))
+        c = train.assign_credit(played, kept, Config(**changes))
         return [None if x is None else [round(v, 4) for v in x.flatten().tolist()] for x in (c.scores, c.weights)]
     assert scores(algo="ppo") == [None, [1, 1, 1, 1]]
     assert scores(algo="dr_grpo") == [[-1, 1, 0, 0], [1, 1, 1, 1]] == scores(algo="reinforce_pp", baseline="group")
@@ -302,9 +306,9 @@ def test_credit():
     assert scores(algo="grpo", length_weight=True)[1] == [1.5, 0.75, 1, 1]
     # two tasks by turns: group 0 is of the one, group 1 of the other, and brpo compares each with its own
     assert scores(algo="brpo")[0][:2] == [-0.7071, 0.7071]
-    both = train.credit(played, torch.ones(4, dtype=torch.bool), Config(algo="brpo", env="Sokoban,FrozenLake")).scores
+    both = train.assign_credit(played, torch.ones(4, dtype=torch.bool), Config(algo="brpo", env="Sokoban,FrozenLake")).scores
     assert both.tolist() == pytest.approx([-0.70711, 0.70711, 0, 0], abs=1e-4)
-    steps = train.credit(played, kept, Config(algo="gigpo", gigpo_std=False, gamma_turn=0.5, step_coef=2.0))
+    steps = train.assign_credit(played, kept, Config(algo="gigpo", gigpo_std=False, gamma_turn=0.5, step_coef=2.0))
     assert steps.scores.tolist() == [-1, 1, 0, 0]       # both start in state 7 with 1 and 3 to go
     assert steps.turns.tolist() == [[-2, 0], [2, 0], [0, 0], [0, 0]]
 
@@ -329,6 +333,7 @@ def test_collapse_stops_the_run(tmp_path, monkeypatch, capsys):
         setattr(self, "signs", ["entropy is low"][:m["iter"] - 1]), ("ok", "ok", "warn", "collapse")[m["iter"]])[-1])
     words = ["--max_iters=4", "--eval_every=0", "--prompts_per_iter=2"]
     last, lines = run_tiny(tmp_path, "tiny_bandit", *words, "--on_collapse=stop")
+    assert os.path.exists(tmp_path / "run/policy/model.safetensors")
     assert [m["health"] for m in lines] == ["ok", "warn", "collapse"] and lines[1]["health_signs"] == ["entropy is low"]
     out = capsys.readouterr().out
     assert "| WARN: entropy is low |" in out and "Echo Trap: first warn at iteration 2: entropy is low" in out
@@ -489,9 +494,9 @@ def test_supervised_play_masks_the_noise():
 def test_supervised_training_makes_a_model_that_loads(tmp_path):
     """A few steps from nothing: the loss falls, and the folder's tokenizer is the one that was trained with. (In a
     folder of type qwen2, AutoTokenizer would silently cut text in Qwen's way.)"""
-    cfg = sft.SftConfig(steps=12, batch=8, lr=1e-2, noise=0.3, solver_only=True, world_coef=0.1, out_dir=str(tmp_path))
+    cfg = sft.SftConfig(steps=16, batch=8, lr=1e-2, noise=0.3, solver_only=True, world_coef=0.1, out_dir=str(tmp_path))
     losses = sft.main(cfg)
-    assert losses[-1] < 0.7 * losses[0]
+    assert losses[-1] < 0.6 * losses[0]
     tokenizer = model.load_model(str(tmp_path))[1]
     pieces = [tokenizer.decode([i]) for i in tokenizer("x\n######\n#_O#_#\n#__XP#\n######\n10")["input_ids"]]
     assert pieces == ["x", "\n######\n#", "_", "O", "#", "_", "#\n#", "_", "_", "X", "P", "#\n######", "\n", "10"]
