@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bench
-import train
+from settings import UserError
 
 SMALL = bench.Options(device="cpu", vocab=99, prompts=2, members=2, turns=2, prompt=12, new=5, observed=6, repeats=1)
 
@@ -44,14 +44,13 @@ def test_variants_score_alike(bed):
     for shared, plain in zip(step.batches, bench.unshared(step).batches):
         full = bench.FullLogits(bed.policy)(plain.tokens, plain.loss_mask)["logprobs"]
         for b in (shared, plain):
-            extra = {"prefix": b.prefix} if hasattr(b, "prefix") else {}
-            ours = bed.policy(b.tokens, b.loss_mask, **extra)["logprobs"]
+            ours = bed.policy(b.tokens, b.loss_mask, prefix=b.prefix)["logprobs"]
             assert torch.allclose(ours, full, atol=1e-5)
 
 
 def test_memory_of_an_update(bed):
     """At 20,000 words full logits of 4 x 28 positions are 9 MB at least; the measure sees them, and a time."""
-    peak, taken = bench.measure_update(replace(SMALL, vocab=20_000), bed.rollout(SMALL), "full")
+    peak, taken = bench.alone(replace(SMALL, vocab=20_000), bed.rollout(SMALL), "full")
     assert peak > 4 * 28 * 20_000 * 4 and taken > 0
 
 
@@ -65,5 +64,5 @@ def test_json(tmp_path):
 
 def test_unknown_bench():
     """A misspelt name is the user's error, told before anything runs."""
-    with pytest.raises(train.UserError, match="rolout"):
+    with pytest.raises(UserError, match="rolout"):
         bench.check_options(replace(SMALL, only="rolout"))
