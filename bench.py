@@ -435,7 +435,7 @@ VARIANTS = ("ours", "plain", "full")
 
 def bench_update(bed, o, report):
     """An update on one turn and on all, in races; its memory, and that with the large vocabulary, once each."""
-    for shape, end in ((replace(o, turns=1), ""), (replace(o, prompts=max(1, o.prompts // 2)), "_multi_turn")):
+    for shape, end in ((replace(o, turns=1), ""), (replace(o, prompts=1), "_multi_turn")):
         report.head(f"update: {shape.prompts} x {o.members} episodes, {shape.turns} turn(s)")
         trajectories = bed.rollout(shape)
         steps = bed.steps(trajectories, shape)
@@ -446,8 +446,8 @@ def bench_update(bed, o, report):
         report.times("update" + end, times)
         report.put("update_vs_plain" + end, ratio(times, "plain", "ours"), "x faster")
         report.put("update_vs_full_logits" + end, ratio(times, "full", "ours"), "x faster")
-    # full logits of 4 x 8 such episodes would take 40 GB at the large vocabulary: one group, three turns stand for them
-    shape = replace(o, prompts=1, turns=min(3, o.turns))
+    # full logits of 4 x 8 such episodes would take 40 GB at the large vocabulary: one group, two turns stand for them
+    shape = replace(o, prompts=1, turns=min(2, o.turns))
     trajectories = bed.rollout(shape)
     for vocab, end in {bed.vocab: "_own_vocab", max(LARGE_VOCAB, bed.vocab): ""}.items():
         report.head(f"update: 1 x {o.members} episodes, {shape.turns} turns, {vocab:,} words: once each, in a fresh "
@@ -546,7 +546,6 @@ def bench_ideas(bed, o, report):
             with context():
                 work()
         runs = {name: lambda c=context: run(c) for name, context in contexts.items()}
-        race(1, runs)
         times = race(o.repeats, runs)
         for name in list(times)[1:]:
             report.put(f"{kind}/{name}", ratio(times, name, "with all"), "x the time")

@@ -321,6 +321,16 @@ class ActorCritic(nn.Module):
             pathlib.Path(folder, "README.md").unlink(missing_ok=True)   # peft's empty card names the base's path
         tokenizer.save_pretrained(folder)
 
+    def load(self, folder):
+        """Take the policy's weights from a folder that `save` wrote, bit for bit."""
+        if self.peft:
+            from peft import load_peft_weights, set_peft_model_state_dict
+            set_peft_model_state_dict(self.lm, load_peft_weights(folder, device=str(self.device)))
+            return
+        saved = load_causal_lm(folder, torch.float32)
+        for p, q in zip(self.lm.parameters(), saved.parameters(), strict=True):
+            p.data.copy_(q)
+
 
 def head(lm, hidden):
     """Return the float32 logits (..., V) that a causal LM makes of its last hidden states (..., D)."""

@@ -9,8 +9,10 @@ Read `collect` first. Legend: B rows, T tokens, K turns, V vocabulary.
 
 import hashlib
 import itertools
+import math
 import sys
-from dataclasses import dataclass, field
+import traceback
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
@@ -44,12 +46,14 @@ class Trajectory:
     turn_rewards: list = field(default_factory=list)  # (K,) reward of each turn, format penalty included
     state_keys: list = field(default_factory=list)    # (K,) int, names the state that each turn starts from
     format_ok: list = field(default_factory=list)     # (K,) bool: the answer was well-formed, all actions known
+    actions: list = field(default_factory=list)       # (K,) names of the actions that were played in each turn
     messages: list = field(default_factory=list)      # the episode as chat messages, for people and logs
     group: int = 0                                  # episodes of one group share their task and their prompt
     member: int = 0                                 # number inside the group
     success: bool = False                           # the environment's verdict
     truncated: bool = False                         # cut off by max_context, max_new_tokens or the environment;
     #                                                 the end of the told budget is a real end, not a cut
+    error: str = ""                                 # traceback of an environment that raised: not to be trained on
 
     @property
     def prompt_len(self):
@@ -95,6 +99,25 @@ class Batch:
     def take(self, x):
         """This batch's rows of a tensor that has one for each trajectory of the list."""
         return x[self.index.to(x.device)].to(self.index.device)
+
+
+    def halves(self):
+        """Cut the batch into two of half the rows, or one of its only row."""
+        middle = (len(self.tokens) + 1) // 2
+        return [self.part(slice(0, middle)), self.part(slice(middle, None))][:len(self.tokens)]
+
+    def part(self, rows):
+        """Return the batch of some rows, a slice; what was filled in comes along."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {name: x[rows] if torch.is_tensor(x) else x for name, x in values.items()}
+        if self.prefix is not None:
+            kept, of = self.prefix.of[rows].unique(return_inverse=True)         # prompts that still have a row
+            lengths = self.prefix.lengths[kept]
+            values["prefix"] = Prefix(
+                rows=(of == torch.arange(len(kept), device=of.device)[:, None]).int().argmax(1), of=of, lengths=lengths,
+                width=int(lengths.max()), rest=int((values["last"] + 1 - lengths[of]).max()),
+                ragged=bool(lengths.min() < lengths.max()))
+        return Batch(**values)
 
 
 def make_batch(trajectories, index, device, share_prefix=False):
@@ -333,11 +356,16 @@ def parse_response(text, actions, limit, sep="||", think=True):
     return valid, ok and len(valid) == len(named)
 
 
+def segments(trajectory, tokenizer):
+    """Return an episode as the model saw it: a list of [text, whether it was sampled and is trained]."""
+    runs = itertools.groupby(zip(trajectory.tokens, trajectory.loss_mask), key=lambda pair: pair[1])
+    return [[tokenizer.decode([t for t, _ in run]), bool(trained)] for trained, run in runs]
+
+
 def show(trajectory, tokenizer):
     """Print an episode as the model saw it, the trained tokens in green, with the rewards of its turns."""
-    runs = itertools.groupby(zip(trajectory.tokens, trajectory.loss_mask), key=lambda pair: pair[1])
-    print("".join(("\033[32m{}\033[0m" if trained else "{}").format(tokenizer.decode([t for t, _ in run]))
-                  for trained, run in runs))
+    print("".join(("\033[32m{}\033[0m" if trained else "{}").format(text)
+                  for text, trained in segments(trajectory, tokenizer)))
     end = "truncated" if trajectory.truncated else "ended"
     print(f"turn rewards {[round(r, 2) for r in trajectory.turn_rewards]}, return {trajectory.traj_return:.2f}, "
           f"success {trajectory.success}, {end}")
@@ -548,6 +576,7 @@ def draw(logits, uniforms, temperature):
     probs = torch.softmax(logits / temperature, -1)
     cdf = probs.cumsum(-1, dtype=torch.float64)
     token = torch.searchsorted(cdf, uniforms.double()[:, None] * cdf[:, -1:], right=True)
+    token.clamp_(max=logits.shape[1] - 1)       # only logits that are not finite lead there: log-prob nan, step skipped
     return token[:, 0], probs.gather(1, token)[:, 0].log()
 
 
@@ -612,21 +641,46 @@ def collect(policy, chat, make_env, episodes, cfg, temperature):
     if cfg.max_context > policy.max_positions:
         raise ContextError(f"max_context={cfg.max_context} is more than the {policy.max_positions} positions that the "
                            f"model has. Lower max_context.")
-    size = cfg.rollout_batch or max(1, len(episodes))      # a rank may have no episode at all
-    with policy.decoding():
-        return [t for i in range(0, len(episodes), size)
-                for t in play_batch(policy, chat, make_env, episodes[i:i + size], cfg, temperature)]
+    played = []
+    while len(played) < len(episodes):      # a rank may have no episode at all
+        batch = episodes[len(played):][:cfg.rollout_batch or None]
+        try:
+            with policy.decoding():
+                played += play_batch(policy, chat, make_env, batch, cfg, temperature)
+            continue
+        except torch.OutOfMemoryError:
+            if len(batch) == 1:
+                raise
+        # outside of the handler, where the traceback no longer holds the tensors of the attempt
+        cfg.rollout_batch = len(batch) // 2
+        free_memory(policy.device, f"rollout_batch={cfg.rollout_batch}")
+    return played
+
+
+def free_memory(device, change):
+    """Give unused memory of a GPU back after an attempt that needed too much, and say what goes on how."""
+    print(f"note: out of memory; going on with {change}, which changes no result", file=sys.stderr)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def play_batch(policy, chat, make_env, episodes, cfg, temperature):
-    games = [Game(make_env(), e, cfg) for e in episodes]
+    games, trajectories = [], []
+    for e in episodes:
+        try:
+            games.append(Game(make_env(), e, cfg))
+            trajectories.append(games[-1].traj)
+        except Exception:           # whatever a user's environment raises: the others play on
+            trajectories.append(Trajectory(group=e.group, member=e.member, error=traceback.format_exc()))
+    if not games:
+        return trajectories
     texts = list(dict.fromkeys(game.message for game in games))                 # a group's members share one
     prompts = chat.first(texts)
     longest = max(map(len, prompts))
     if longest >= cfg.max_context:
         raise ContextError(f"the first prompt has {longest} tokens, which leaves no room in max_context="
                          f"{cfg.max_context}. Raise max_context, or set terse=True for a shorter prompt.")
-    noise = token_noise(episodes, cfg.max_turns, cfg.max_new_tokens).to(policy.device)
+    noise = token_noise([game.episode for game in games], cfg.max_turns, cfg.max_new_tokens).to(policy.device)
 
     rows = Rows(policy)
     hidden = rows.feed_ragged(prompts)                                          # one row per prompt
@@ -656,7 +710,7 @@ def play_batch(policy, chat, make_env, episodes, cfg, temperature):
             rows.select(torch.tensor(going, device=policy.device))
         live = [live[r] for r in going]
         hidden = rows.feed_ragged([[last[r]] + feeds[r] for r in going])
-    return [game.traj for game in games]
+    return trajectories
 
 
 class Game:
@@ -695,18 +749,25 @@ class Game:
         self.append(ids, logprobs, True)
         text = chat.decode(ids)
         self.traj.messages.append({"role": "assistant", "content": text})
-        self.play(*parse_response(text, self.env.actions, self.cfg.max_actions_per_turn, self.cfg.action_sep,
-                                  self.cfg.think), cut=ids[-1] not in chat.stop_ids)
+        try:
+            self.play(*parse_response(text, self.env.actions, self.cfg.max_actions_per_turn, self.cfg.action_sep,
+                                      self.cfg.think), cut=ids[-1] not in chat.stop_ids)
+        except Exception:           # whatever a user's environment raises
+            self.traj.error, self.over = traceback.format_exc(), True
 
     def play(self, actions, format_ok, cut=False):
         """Play a turn's actions and word the next message. cut: no stop token within max_new_tokens or context."""
         traj, reward = self.traj, 0.0
         name = hashlib.blake2b(self.env.state_key(self.observation).encode(), digest_size=8).digest()
         traj.state_keys.append(int.from_bytes(name, "big") >> 1)        # not hash(): the same on every rank
+        traj.actions.append([])
         for action in actions[:self.actions_left]:
             self.observation, r, terminated, truncated, info = self.env.step(action)
+            if not math.isfinite(r):
+                raise ValueError(f"the environment's reward for {action!r} must be a finite number, got {r}")
             self.actions_left -= 1
             reward += r
+            traj.actions[-1].append(action)
             traj.success, traj.truncated = bool(info["success"]), truncated
             if terminated or truncated:
                 self.over = True

@@ -119,6 +119,8 @@ def play(name, noise, chat, cfg, seed):
             game.traj.loss_mask[-len(ids):] = [0] * len(ids)
         if not game.over:
             game.take(chat.next([game.message], ids[-1:])[0])
+    if game.traj.error:
+        raise RuntimeError(game.traj.error)
     return game.traj
 
 

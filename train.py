@@ -18,18 +18,23 @@ import inspect
 import json
 import math
 import os
+import re
+import resource
 import sys
 import time
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 from tqdm import tqdm
 
+import checkpoint
 import diagnostics
 import envs
 import starpo
 from model import ModelError, load_model
-from rollout import Chat, ContextError, collect, make_batch, micro_batches, train_episodes, validation_episodes
+from rollout import (Chat, ContextError, collect, free_memory, make_batch, micro_batches, segments, train_episodes,
+                     validation_episodes)
 from settings import UserError, load_config
 
 
@@ -42,7 +47,7 @@ class Config:
     algo: str = "ppo"                   # ppo | bi_level_gae | grpo | dr_grpo | brpo | arpo | rloo | reinforce_pp | gigpo
     lora_rank: int = 64                 # rank = alpha on all linear layers (8 .. 128); 0 = train all weights
     seed: int = 0                       # tasks, luck and sampling noise of training; evaluation has its own
-    out_dir: str = "runs/default"       # must not hold a run yet
+    out_dir: str = "runs/default"       # must not hold a run yet, but for resume
     device: str = ""                    # "" = CUDA if there is one, else CPU; or "cuda", "cpu"
 
     # how long, how often
@@ -52,7 +57,7 @@ class Config:
     eval_temperature: float = 0.5       # 0 = most likely token
     log_every: int = 1                  # iterations per printed line
     log_rollouts_every: int = 10        # iterations per file of sample episodes in out_dir/rollouts
-    log_rollouts: int = 8               # episodes in such a file
+    log_rollouts: int = 8               # episodes in such a file, and of each evaluation; 0 = none
 
     # rollout
     prompts_per_iter: int = 8           # P, groups: different tasks per iteration, over all ranks
@@ -113,6 +118,14 @@ class Config:
     grad_clip: float = 1.0              # norm, policy and critic apart
     weight_decay: float = 0.01          # AdamW
 
+    # what the run survives
+    save_every: int = 10                # iterations per checkpoint in out_dir/checkpoints; 0 = only where it is stopped
+    keep_last: int = 2                  # newest checkpoints kept, besides that of the best evaluation
+    resume: bool = False                # go on from the newest whole checkpoint in out_dir; without any, start anew
+    max_skipped: int = 5                # save and stop after so many skipped steps in a row: something is not finite
+    max_env_errors: float = 0.1         # stop where a larger share of an iteration's episodes ended in an error
+    rank_timeout: float = 1800.0        # seconds that a rank waits for the others before all of them end
+
     # diagnostics
     on_collapse: str = "continue"       # or "stop", where the Echo Trap has closed
     echo_fall: float = 0.4              # warn where std or entropy is under this fraction of its early level ...
@@ -139,11 +152,11 @@ def check_config(cfg, typed=(), filed=()):
     need(cfg.algo in starpo.ALGOS, "algo", "one of " + ", ".join(starpo.ALGOS))
     for name in ("prompts_per_iter", "group_size", "max_turns", "max_actions", "max_actions_per_turn",
                  "max_new_tokens", "update_batch", "updates_per_rollout", "micro_batch_tokens", "eval_tasks",
-                 "log_every", "log_rollouts_every", "empty_stop", "echo_patience"):
+                 "log_every", "log_rollouts_every", "empty_stop", "echo_patience", "keep_last", "max_skipped"):
         need(getattr(cfg, name) >= 1, name, "at least 1")
     for name in ("max_iters", "eval_every", "lora_rank", "rollout_batch", "log_rollouts", "lr", "critic_lr",
                  "eval_temperature", "weight_decay", "kl_coef", "entropy_coef", "value_clip", "seed", "refill",
-                 "step_coef", "adv_clip_low", "adv_clip_high", "template_every"):
+                 "step_coef", "adv_clip_low", "adv_clip_high", "template_every", "save_every"):
         need(getattr(cfg, name) >= 0, name, "at least 0")
     need(cfg.max_iters or cfg.eval_every, "max_iters", "above 0 where eval_every is 0: nothing would happen")
     need(cfg.temperature > 0, "temperature", "above 0: the loss needs a distribution")
@@ -164,6 +177,8 @@ def check_config(cfg, typed=(), filed=()):
     need(cfg.on_collapse in ("continue", "stop"), "on_collapse", "continue or stop")
     need(0 <= cfg.echo_fall < 1, "echo_fall", "at least 0 and below 1")
     need(cfg.template_pairs >= 2, "template_pairs", "at least 2")
+    need(0 <= cfg.max_env_errors <= 1, "max_env_errors", "between 0 and 1")
+    need(cfg.rank_timeout > 0, "rank_timeout", "above 0")
     need(0 < cfg.clip_low < 1, "clip_low", "between 0 and 1")
     need(cfg.clip_high > 0, "clip_high", "above 0")
     need(0 <= cfg.gamma <= 1, "gamma", "between 0 and 1")
@@ -245,6 +260,44 @@ def keep_memory():
         libc.mallopt(mmap_threshold, 2 ** 26)
 
 
+def peak_memory(device):
+    """The most memory so far, in GiB: of the GPU's tensors, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2 ** 30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20)
+
+
+def check_out_dir(cfg):
+    """Refuse a folder that can't be written, or holds what isn't this run's to go on with."""
+    folder = os.path.abspath(cfg.out_dir)
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"out_dir={cfg.out_dir!r} can't be made: {folder} is no folder, or is read-only. Choose another "
+                        f"with --out_dir=...")
+    files = set(os.listdir(cfg.out_dir)) - {"config.json.tmp"} if os.path.isdir(cfg.out_dir) else set()
+    if files and not cfg.resume:
+        raise UserError(f"out_dir={cfg.out_dir!r} already holds a run, or other files. Choose another with "
+                        f"--out_dir=..., delete that folder, or go on with that run by --resume.")
+    if files and "config.json" not in files:
+        raise UserError(f"out_dir={cfg.out_dir!r} holds files, but no run that could be resumed: its config.json is missing")
+
+
+def check_changes(saved, settings):
+    """Refuse to resume a checkpoint as another run; return what to say of the settings that differ."""
+    different, fixed = checkpoint.changes(checkpoint.read_json(saved, "config"), settings)
+    if fixed:
+        raise UserError(f"{saved} can't be resumed with another {', '.join(fixed)} ({'; '.join(different)}). Set what it "
+                        f"had, or start a new run from its policy: --model={os.path.join(saved, 'policy')} --out_dir=...")
+    return [f"note: resuming with changed settings: {'; '.join(different)}"] if different else []
+
+
+def shared_from_main(value, accelerator):
+    """Rank 0's value, on all ranks."""
+    from accelerate.utils import broadcast_object_list
+    return broadcast_object_list([value])[0] if accelerator.num_processes > 1 else value
+
+
 def share(items, accelerator):
     """This rank's contiguous part of a list; parts differ by one item at most."""
     n, r, w = len(items), accelerator.process_index, accelerator.num_processes
@@ -273,46 +326,67 @@ def baselines(make_env, cfg):
 
 
 def evaluate(policy, chat, makers, cfg, accelerator, base):
-    """Success on the fixed validation tasks, split over ranks, as metrics beside the baselines {env: pair}."""
-    tasks, metrics = share(range(cfg.eval_tasks), accelerator), {}
+    """Success on the fixed validation tasks, split over ranks, beside the baselines {env: pair}.
+
+    An episode whose environment raises is no success. Returns (metrics, {env: this rank's trajectories}).
+    """
+    tasks, metrics, episodes = share(range(cfg.eval_tasks), accelerator), {}, {}
     for name, make_env in makers.items():
         played = collect(policy, chat, make_env, validation_episodes(tasks), cfg, cfg.eval_temperature)
-        wins = gather([t.success for t in played], accelerator)
+        episodes[name] = played
+        wins = gather([t.success and not t.error for t in played], accelerator)
         success, (random, optimal) = sum(wins) / len(wins), base[name]
         known = None not in base[name] and optimal != random
         score = (success - random) / (optimal - random) if known else None
         metrics |= {f"eval/{name}/{k}": v for k, v in
                     (("success", success), ("random", random), ("optimal", optimal), ("score", score))}
-    return metrics
+    return metrics, episodes
 
 
 def roll_out(policy, chat, makers, cfg, accelerator, it):
     """Play an iteration's groups, this rank its share, and gather all of them; more rounds of them with cfg.refill.
 
-    Returns every rank's trajectories in the order of groups.
+    Returns every rank's trajectories in the order of groups, and apart those whose environment raised.
     """
-    trajectories, names = [], list(makers)
+    trajectories, errors, names = [], [], list(makers)
     for rounds in range(1 + cfg.refill):
         first = rounds * cfg.prompts_per_iter
         groups = share(range(first, first + cfg.prompts_per_iter), accelerator)
         played = [t for k, name in enumerate(names) for t in collect(
             policy, chat, makers[name], train_episodes(
                 cfg.seed, it, [g for g in groups if g % len(names) == k], cfg.group_size), cfg, cfg.temperature)]
-        trajectories += sorted(gather(played, accelerator), key=lambda t: (t.group, t.member))
+        played = sorted(gather(played, accelerator), key=lambda t: (t.group, t.member))
+        trajectories += [t for t in played if not t.error]
+        errors += [t for t in played if t.error]
         returns, group = returns_and_groups(trajectories)
         if not cfg.refill or (starpo.group_stats(returns, group)[2] > 0).sum() >= cfg.prompts_per_iter:
             break
-    return trajectories
+    return trajectories, errors
 
 
-def write_rollouts(folder, iteration, trajectories, count):
-    """Write a sample of episodes, evenly spaced over all of them, one JSON object a line."""
-    os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, f"iter_{iteration:06d}.jsonl"), "w") as f:
-        for t in trajectories[::max(1, len(trajectories) // max(1, count))][:count]:
-            f.write(json.dumps({"iter": iteration, "group": t.group, "member": t.member, "success": t.success,
-                                "return": t.traj_return, "turn_rewards": t.turn_rewards, "format_ok": t.format_ok,
-                                "truncated": t.truncated, "messages": t.messages}) + "\n")
+def episode_record(t, iteration, env, tokenizer):
+    """A trajectory as a dict for JSON; its segments are [text, whether the policy sampled it] in turn."""
+    return {"iter": iteration, "env": env, "group": t.group, "member": t.member, "success": t.success,
+            "return": t.traj_return, "turn_rewards": t.turn_rewards, "format_ok": t.format_ok, "actions": t.actions,
+            "truncated": t.truncated, "messages": t.messages, "segments": segments(t, tokenizer)}
+
+
+def less_memory(step, work, cfg, device):
+    """Run work(); where memory runs out, halve this rank's micro-batches of the step and run it again.
+
+    Nothing that work() does may last unless it succeeds. Smaller micro-batches stay for the rest of the run.
+    """
+    while True:
+        try:
+            return work()
+        except torch.OutOfMemoryError:
+            if all(len(b.tokens) == 1 for b in step.batches):
+                raise UserError("out of memory with a single episode in a forward pass. Lower max_context, set "
+                                "gradient_checkpointing=True, lower lora_rank, or take a smaller model.") from None
+        # outside of the handler, where the traceback no longer holds the tensors of the attempt
+        step.batches = [half for b in step.batches for half in b.halves()]
+        cfg.micro_batch_tokens = max(1, cfg.micro_batch_tokens // 2)
+        free_memory(device, f"micro_batch_tokens={cfg.micro_batch_tokens}")
 
 
 def reduce_gradients(parameters, accelerator):
@@ -341,11 +415,15 @@ FILTER_SCORES = ("std", "return", "entropy", "length")
 
 
 class Stats:
-    """Sums of metrics on the device, so that nothing waits for it before the end of the iteration."""
+    """Sums of metrics on the device, so that nothing waits for it before the end of the iteration.
 
-    def __init__(self, device):
+    steps: optimizer steps; skipped: those left out; in_a_row: of these, the last ones without one taken in between.
+    """
+
+    def __init__(self, device, in_a_row=0):
         self.device, self.sums, self.ratio_max = device, {}, torch.zeros((), device=device)
         self.steps = self.skipped = 0
+        self.in_a_row = in_a_row
 
     def add(self, values):
         for name, value in values.items():
@@ -355,14 +433,14 @@ class Stats:
                 self.sums[name] = self.sums.get(name, 0.0) + value
 
     def averages(self, accelerator, names):
-        """Mean over the optimizer steps, summed over ranks: one message. A rank without rows adds zeros."""
+        """Mean over the optimizer steps taken, summed over ranks: one message. A rank without rows adds zeros."""
         zero = torch.zeros((), device=self.device)
         total = torch.stack([torch.as_tensor(self.sums.get(n, zero), device=self.device).float() for n in names])
-        total = accelerator.reduce(total, "sum") / max(self.steps, 1)
+        total = accelerator.reduce(total, "sum") / max(self.steps - self.skipped, 1)
         out = dict(zip(names, total.tolist()))
         out["ratio_max"] = accelerator.gather(self.ratio_max[None]).max().item()
-        if not self.steps:
-            out = dict.fromkeys(out)        # nothing was kept: there is nothing to say, 0 would be a lie
+        if self.steps == self.skipped:
+            out = dict.fromkeys(out)        # no step: there is nothing to say, 0 would be a lie
         return out | {"optimizer_steps": self.steps, "skipped_steps": self.skipped}
 
 
@@ -446,7 +524,8 @@ def prepare(model, steps, credit, cfg, accelerator):
     critic, many = credit.scores is None, cfg.updates_per_rollout * len(steps) > 1
     roles = (["policy"] * (many or bool(critic and cfg.kl_coef)) + ["reference"] * (cfg.kl_coef > 0)
              + ["critic"] * critic)
-    for step in steps:
+
+    def fill_in(step):
         for b in step.batches:
             out = model(b.tokens, b.loss_mask, b.last, temperature=cfg.temperature, roles=roles,
                         prefix=b.prefix, entropy=False) if roles else {}
@@ -467,6 +546,9 @@ def prepare(model, steps, credit, cfg, accelerator):
                                                               cfg.lam, cfg.gamma_turn, bootstrap)
             else:
                 b.advantages, b.returns = starpo.gae(rewards, b.old_values, b.loss_mask, cfg.gamma, cfg.lam, bootstrap)
+
+    for step in steps:
+        less_memory(step, lambda: fill_in(step), cfg, accelerator.device)
         advantages = [b.advantages for b in step.batches]
         if cfg.algo in starpo.WHITENED or cfg.whiten:
             advantages = starpo.whiten(advantages, [b.loss_mask for b in step.batches],
@@ -482,37 +564,50 @@ def prepare(model, steps, credit, cfg, accelerator):
 
 
 def update(model, optimizer, step, cfg, accelerator, stats):
-    """Take one optimizer step on an update batch; skip it, and count, if a gradient is not finite."""
+    """Take one optimizer step on an update batch; skip it, and count, if the loss or a gradient is not finite."""
     policy = accelerator.unwrap_model(model)
-    for b in step.batches:
-        with accelerator.no_sync(model):        # ranks may hold unequal numbers of micro-batches
-            out = model(b.tokens, b.loss_mask, b.last, temperature=cfg.temperature, prefix=b.prefix,
-                        roles=("policy",) if b.returns is None else ("policy", "critic"))
-            old = b.old_logprobs if b.old_logprobs is not None else out["logprobs"].detach()
-            weights = starpo.loss_weights(b.loss_mask, cfg.loss_divisor, step.num_tokens, step.num_rows,
-                                          cfg.max_turns * cfg.max_new_tokens)
-            loss, parts = starpo.starpo_loss(
-                out["logprobs"], out["entropy"], old, b.advantages, b.loss_mask, weights,
-                num_tokens=step.num_tokens, clip_low=cfg.clip_low, clip_high=cfg.clip_high, dual_clip=cfg.dual_clip,
-                importance=starpo.importance_weights(old, b.logprobs, cfg.tis_cap) if cfg.tis_cap else None,
-                entropy_coef=cfg.entropy_coef, kl_coef=0.0 if b.returns is not None else cfg.kl_coef,
-                kl_kind=cfg.kl_kind, ref_logprobs=b.ref_logprobs, values=out.get("values"),
-                old_values=b.old_values, returns=b.returns, value_clip=cfg.value_clip)
-            loss.backward()
-        gap = (old - b.logprobs).abs().where(b.loss_mask, 0.0).sum() / step.num_tokens
-        stats.add(parts | {"logprob_gap": gap})
+
+    def accumulate():
+        optimizer.zero_grad(set_to_none=True)
+        total, metrics = torch.zeros((), device=accelerator.device), []
+        for b in step.batches:
+            with accelerator.no_sync(model):        # ranks may hold unequal numbers of micro-batches
+                out = model(b.tokens, b.loss_mask, b.last, temperature=cfg.temperature, prefix=b.prefix,
+                            roles=("policy",) if b.returns is None else ("policy", "critic"))
+                old = b.old_logprobs if b.old_logprobs is not None else out["logprobs"].detach()
+                weights = starpo.loss_weights(b.loss_mask, cfg.loss_divisor, step.num_tokens, step.num_rows,
+                                              cfg.max_turns * cfg.max_new_tokens)
+                loss, parts = starpo.starpo_loss(
+                    out["logprobs"], out["entropy"], old, b.advantages, b.loss_mask, weights,
+                    num_tokens=step.num_tokens, clip_low=cfg.clip_low, clip_high=cfg.clip_high,
+                    dual_clip=cfg.dual_clip, entropy_coef=cfg.entropy_coef,
+                    importance=starpo.importance_weights(old, b.logprobs, cfg.tis_cap) if cfg.tis_cap else None,
+                    kl_coef=0.0 if b.returns is not None else cfg.kl_coef, kl_kind=cfg.kl_kind,
+                    ref_logprobs=b.ref_logprobs, values=out.get("values"), old_values=b.old_values,
+                    returns=b.returns, value_clip=cfg.value_clip)
+                loss.backward()
+            gap = (old - b.logprobs).abs().where(b.loss_mask, 0.0).sum() / step.num_tokens
+            total += loss.detach()
+            metrics.append(parts | {"logprob_gap": gap})
+        return total, metrics
+
+    loss, metrics = less_memory(step, accumulate, cfg, accelerator.device)
     norms = []
     for params in (policy.policy_parameters(), policy.critic_parameters()):
         if params:
             reduce_gradients(params, accelerator)
             norms.append(torch.nn.utils.clip_grad_norm_(params, cfg.grad_clip))
-    if all(torch.isfinite(n) for n in norms):
+    stats.steps += 1
+    if torch.isfinite(torch.stack([accelerator.reduce(loss, "sum"), *norms])).all():
         optimizer.step()
+        stats.in_a_row = 0
+        for values in metrics:
+            stats.add(values)
+        stats.add({"grad_norm": norms[0] / accelerator.num_processes})      # equal on all ranks, summed over them
     else:
         stats.skipped += 1
+        stats.in_a_row += 1
     optimizer.zero_grad(set_to_none=True)
-    stats.steps += 1
-    stats.add({"grad_norm": norms[0] / accelerator.num_processes})      # equal on all ranks, summed over them
 
 
 def rollout_metrics(trajectories, spread):
@@ -546,7 +641,9 @@ def log_line(m, makers):
         if not m["optimizer_steps"]:
             parts.append("NO GROUP KEPT: no update")
         if m["skipped_steps"]:
-            parts.append(f"SKIPPED {m['skipped_steps']} STEP(S): a gradient was not finite")
+            parts.append(f"SKIPPED {m['skipped_steps']} STEP(S): the loss or a gradient was not finite")
+        if m["env_errors"]:
+            parts.append(f"{m['env_errors']} EPISODE(S) ENDED IN AN ERROR")
         if m["health"] != "ok":
             parts.append(f"{m['health'].upper()}: {', '.join(m['health_signs'])}")
         parts += [f"rollout {m['rollout_s']:.1f} s", f"update {m['update_s']:.1f} s"]
@@ -560,28 +657,29 @@ def log_line(m, makers):
 
 # ---------------------------------------------------------------------------------------------- the loop
 
-def main(cfg, notes=()):
+def main(cfg, notes=(), signals=None):
     """Train; return the last line of metrics.
 
-    Raises UserError, ModelError or ContextError for what the user can mend.
+    signals: a checkpoint.Signals to listen to. Raises UserError, ModelError or ContextError for what the user can mend.
     """
     # 1. setup
     start = time.perf_counter()
     from accelerate import Accelerator
-    from accelerate.utils import DistributedDataParallelKwargs
+    from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+    settings, signals = dataclasses.asdict(cfg), signals or checkpoint.Signals()     # rows may shrink later: less_memory
     # CUDA or the CPU, whatever accelerate would choose; bf16 is model.py's business, whatever it has on file.
     # Ranks may run unequal numbers of forward passes, so none of them may wait for the others' buffers.
     accelerator = Accelerator(cpu=cfg.device == "cpu" or not torch.cuda.is_available(), mixed_precision="no",
-                              kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
+                              kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False),
+                                               InitProcessGroupKwargs(timeout=timedelta(seconds=cfg.rank_timeout))])
     set_threads()
     keep_memory()
     device, is_main = accelerator.device, accelerator.is_main_process
     say = lambda text: tqdm.write(text) if is_main else None
-    metrics_path = os.path.join(cfg.out_dir, "metrics.jsonl")
-    if os.path.isdir(cfg.out_dir) and os.listdir(cfg.out_dir):
-        raise UserError(f"out_dir={cfg.out_dir!r} already holds a run, or other files. Choose another with "
-                        f"--out_dir=..., or delete that folder.")
-    accelerator.wait_for_everyone()     # before rank 0 writes into it
+    check_out_dir(cfg)
+    saved = shared_from_main(checkpoint.newest(cfg.out_dir, say) if is_main and cfg.resume else None, accelerator)
+    if saved:
+        notes = [*notes, *check_changes(saved, settings)]
     makers = env_makers(cfg)
     try:
         for make_env in makers.values():
@@ -605,6 +703,7 @@ def main(cfg, notes=()):
     if critic_params:
         param_groups.append({"params": critic_params, "lr": cfg.critic_lr})
     optimizer = torch.optim.AdamW(param_groups, betas=(0.9, 0.999), weight_decay=cfg.weight_decay, fused=True)
+    state = checkpoint.load(saved, policy, optimizer) if saved else {}
     model = accelerator.prepare(policy)         # DDP where there are several ranks: equal weights on all
 
     # 3. say what will happen
@@ -616,34 +715,101 @@ def main(cfg, notes=()):
     best = [optimal for _, optimal in base.values()]
     trap = diagnostics.EchoTrap(sum(best) / len(best) if best and None not in best else 1.0, fall=cfg.echo_fall,
                                 patience=cfg.echo_patience)
+    empty, in_a_row, top = 0, 0, {"iter": None, "success": -1.0}      # iterations, steps; the best evaluation
+    done = state.get("iter", 0)         # the last whole iteration
+    if state:
+        trap.load_state_dict(state["trap"])
+        empty, top, start = state["empty"], state["top"], start - state["time_s"]
+        say(f"going on from {saved}")
+    elif cfg.resume:
+        say(f"nothing to resume in {cfg.out_dir}: starting anew")
+    if is_main:
+        lines, errors_log = (checkpoint.Lines(os.path.join(cfg.out_dir, name), done if state else -1)
+                             for name in ("metrics.jsonl", "errors.jsonl"))
+
+    def write(what, path, work, size=0):
+        """Do work(), on rank 0; where the disk refuses it, say so and go on with the run."""
+        try:
+            if is_main:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                work()
+        except checkpoint.WRITE_ERRORS as error:
+            say(checkpoint.refusal(what, path, error, size))
+
+    def save(it):
+        """Write the checkpoint of iteration it, unless it is there."""
+        path = checkpoint.folder_of(cfg.out_dir, it)
+        loop = {"iter": it, "time_s": time.perf_counter() - start, "empty": empty, "top": top, "trap": trap.state_dict()}
+        size = checkpoint.size_of(policy, optimizer)
+        if is_main and not (os.path.isdir(path) and path == saved):
+            write("checkpoint", path, lambda: checkpoint.save(path, policy, tokenizer, optimizer, loop, settings), size)
+            checkpoint.prune(cfg.out_dir, cfg.keep_last, top["iter"])
 
     def finish(metrics, last):
         """Evaluate and save where it is due, write the line of metrics, print it."""
-        it = metrics["iter"]
+        nonlocal top
+        it, records, failed = metrics["iter"], [], []
         due = cfg.eval_every and (it % cfg.eval_every == 0 or last)
+        is_best = False
         if due:
-            metrics |= evaluate(policy, chat, makers, cfg, accelerator, base)
+            found, episodes = evaluate(policy, chat, makers, cfg, accelerator, base)
+            metrics |= found
+            records = [episode_record(t, it, name, tokenizer) for name in episodes for t in episodes[name][:cfg.log_rollouts]]
+            failed = gather([t for name in episodes for t in episodes[name] if t.error], accelerator)
+            success = sum(metrics[f"eval/{name}/success"] for name in makers) / len(makers)
+            is_best = success > top["success"]
+            top = {"iter": it, "success": success} if is_best else top
         metrics["time_s"] = time.perf_counter() - start
-        if is_main:
-            if it and (due or last):
-                policy.save(os.path.join(cfg.out_dir, "policy"), tokenizer)
-            if not os.path.exists(metrics_path):        # only now: a run that never starts leaves nothing behind
-                os.makedirs(cfg.out_dir, exist_ok=True)
-                with open(os.path.join(cfg.out_dir, "config.json"), "w") as f:
-                    json.dump(dataclasses.asdict(cfg), f, indent=2)
-            with open(metrics_path, "a") as f:
-                f.write(json.dumps(metrics) + "\n")
-            if due or it % cfg.log_every == 0:
-                say(log_line(metrics, makers))
+        in_out = lambda *names: os.path.join(cfg.out_dir, *names)
+        if is_main and not lines.size:      # only now: a run that never starts leaves nothing behind
+            write("settings", in_out("config.json"), lambda: checkpoint.write_text(
+                in_out("config.json"), json.dumps(settings, indent=2)))
+        report_errors(it, failed)
+        write("metrics", in_out("metrics.jsonl"), lambda: lines.add(metrics))
+        if records:
+            name = in_out("rollouts", f"eval_{it:06d}.jsonl")
+            write("episodes", name, lambda: checkpoint.Lines(name).add(*records))
+        if is_main and (due or it % cfg.log_every == 0):
+            say(log_line(metrics, makers))
+        if it and (due or last):
+            write("policy", in_out("policy"), lambda: checkpoint.write_folder(
+                in_out("policy"), lambda folder: policy.save(folder, tokenizer)))
+        if cfg.save_every and it and (it % cfg.save_every == 0 or is_best or last):
+            save(it)
         return metrics
 
-    metrics = finish({"iter": 0}, last=False) if cfg.eval_every else {}
-    empty = 0
-    bar = tqdm(range(1, cfg.max_iters + 1), disable=not is_main or cfg.max_iters == 0, unit="iter")
+    def report_errors(it, episodes):
+        """Write the tracebacks of environments that raised; say the first one's last line."""
+        if episodes:
+            path = os.path.join(cfg.out_dir, "errors.jsonl")
+            write("errors", path, lambda: errors_log.add(*(
+                {"iter": it, "group": t.group, "member": t.member, "error": t.error} for t in episodes)))
+            say(f"note: {len(episodes)} episode(s) ended in an error of the environment and are left out, the first "
+                f"with {episodes[0].error.strip().splitlines()[-1]!r}; tracebacks in {path}")
+
+    def asked_to_stop():
+        """Whether any rank has had a signal."""
+        told = torch.tensor(float(bool(signals.name)), device=device)
+        return accelerator.reduce(told, "sum").item() > 0
+
+    metrics = finish({"iter": 0}, last=False) if cfg.eval_every and not state else {}
+    stop = fault = ""
+    bar = tqdm(range(done + 1, cfg.max_iters + 1), initial=done, total=cfg.max_iters, unit="iter",
+               disable=not is_main or done >= cfg.max_iters)
     for it in bar:
         # 4. rollout: every rank plays its share of the groups; episodes are small and go to all ranks
         tick = time.perf_counter()
-        trajectories = roll_out(policy, chat, makers, cfg, accelerator, it)
+        signals.can_abandon = accelerator.num_processes == 1        # else the ranks agree after it
+        with contextlib.suppress(checkpoint.Abandoned):
+            trajectories, errors = roll_out(policy, chat, makers, cfg, accelerator, it)
+        signals.can_abandon = False
+        if asked_to_stop():
+            break
+        report_errors(it, errors)
+        if len(errors) > cfg.max_env_errors * (len(errors) + len(trajectories)) or not trajectories:
+            fault = (f"{len(errors)} of {len(errors) + len(trajectories)} episodes ended in an error of the environment, "
+                     f"more than max_env_errors={cfg.max_env_errors}: {errors[0].error.strip().splitlines()[-1]}")
+            break
         rollout_s = time.perf_counter() - tick
 
         # 5. filter: keep the groups that the policy is least certain about (Eq. 7)
@@ -652,13 +818,14 @@ def main(cfg, notes=()):
 
         # 6. score and advantages, on all ranks alike for whole trajectories, per token with a critic
         steps = split_steps(trajectories, kept.nonzero()[:, 0].tolist(), cfg, accelerator, device)
-        stats = Stats(device)
+        stats = Stats(device, in_a_row)
         extra = prepare(model, steps, assign_credit(trajectories, kept, cfg), cfg, accelerator) if steps else {}
 
         # 7. update
         for _ in range(cfg.updates_per_rollout):
             for step in steps:
                 update(model, optimizer, step, cfg, accelerator, stats)
+        in_a_row = stats.in_a_row
         update_s = time.perf_counter() - tick - rollout_s
 
         # 8. diagnose and log
@@ -666,7 +833,8 @@ def main(cfg, notes=()):
         metrics = {"iter": it, "rollout_s": rollout_s, "update_s": update_s}
         metrics |= rollout_metrics(trajectories, starpo.group_stats(returns, group)[2])
         metrics["rollout_tokens_per_s"] = metrics.pop("sampled_tokens") / rollout_s
-        metrics["frac_kept"] = kept.double().mean().item()
+        metrics |= {"frac_kept": kept.double().mean().item(), "env_errors": len(errors),
+                    "peak_memory_gb": peak_memory(device)}
         names = METRICS + ["kl_ref"] * (cfg.kl_coef > 0) + ["clip_frac_dual"] * (cfg.dual_clip > 0)
         metrics |= stats.averages(accelerator, names) | extra
         if cfg.think and cfg.template_every and it % cfg.template_every == 0:
@@ -675,14 +843,21 @@ def main(cfg, notes=()):
             metrics["template_s"] = time.perf_counter() - tick
         fired = dict(trap.first)
         metrics |= {"health": trap.update(metrics), "health_signs": trap.signs}
-        if is_main and cfg.log_rollouts and (it == 1 or it % cfg.log_rollouts_every == 0):
-            write_rollouts(os.path.join(cfg.out_dir, "rollouts"), it, trajectories, cfg.log_rollouts)
-        stop = ""
-        if empty == cfg.empty_stop:
+        if cfg.log_rollouts and (it == 1 or it % cfg.log_rollouts_every == 0):
+            sample = trajectories[::max(1, len(trajectories) // cfg.log_rollouts)][:cfg.log_rollouts]
+            path = os.path.join(cfg.out_dir, "rollouts", f"iter_{it:06d}.jsonl")
+            write("episodes", path, lambda: checkpoint.Lines(path).add(*(
+                episode_record(t, it, list(makers)[t.group % len(makers)], tokenizer) for t in sample)))
+        if empty >= cfg.empty_stop:
             stop = f"no group was kept for {empty} iterations in a row, so nothing is left to learn from here"
         elif metrics["health"] == "collapse" and cfg.on_collapse == "stop":
             stop = f"collapse ({', '.join(trap.signs)})"
+        elif in_a_row >= cfg.max_skipped:
+            fault = (f"{in_a_row} optimizer steps in a row were skipped, since the loss or a gradient was not finite "
+                     f"(max_skipped={cfg.max_skipped}). The weights are those from before them. Lower lr or temperature, "
+                     f"or look at the environment's rewards in rollouts/")
         metrics = finish(metrics, last=bool(stop) or it == cfg.max_iters)
+        done = it
         for level in ("warn", "collapse"):
             if fired[level] is None and trap.first[level] is not None:
                 say(f"Echo Trap: first {level} at iteration {it}: {', '.join(trap.signs)}")
@@ -691,19 +866,44 @@ def main(cfg, notes=()):
             + f", {rollout_s + update_s:.1f} s" + f", {metrics['health']}" * (metrics["health"] != "ok"))
         if stop:
             say(f"stopped at iteration {it}: {stop}")
+        if stop or fault or asked_to_stop():
             break
+    bar.close()
+    if done < cfg.max_iters and not stop:       # a signal or a fault, in an iteration or after it
+        save(done)
+        where = f"after iteration {done}; go on with the same command and --resume"
+        if fault:
+            raise UserError(f"stopped {where}: {fault}")
+        say(f"stopped by {signals.name or 'a signal to another rank'} {where}")
+    elif done >= cfg.max_iters > 0 and not metrics:
+        say(f"the run is finished: {done} iterations of max_iters={cfg.max_iters}. A larger max_iters goes on from here")
     accelerator.wait_for_everyone()     # no rank takes its connections away while another still writes
     accelerator.end_training()
     return metrics
 
 
-if __name__ == "__main__":
-    if {"-h", "--help"} & set(sys.argv[1:]):
+def run(argv):
+    """Train as the command line says; return the exit status: 0, 2 for what the user can mend, 1 for a lost rank."""
+    if {"-h", "--help"} & set(argv):
         print(__doc__, inspect.getsource(Config), sep="\n")
-        sys.exit(0)
+        return 0
+    rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
     try:
-        config, typed, filed = load_config(Config, sys.argv[1:])
-        main(config, check_config(config, typed, filed))
+        config, typed, filed = load_config(Config, argv)
+        notes = check_config(config, typed, filed)
+        with checkpoint.Signals() as signals:
+            main(config, notes, signals)
+        return 0
     except (UserError, ModelError, ContextError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        print(f"{rank}error: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:       # torch.distributed names no class of its own for all of these
+        if not rank or not re.search("onnection (closed|reset)|[Tt]imed out|peer|NCCL", str(error)):
+            raise
+        print(f"{rank}error: another rank has ended, or kept this one waiting for more than rank_timeout: "
+              f"{str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))
