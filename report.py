@@ -38,6 +38,7 @@ CHARTS = (                      # key of metrics.jsonl, title, what it is and ho
     ("update_s", "Update", "seconds per iteration"))
 SHARES = ("success", "format_ok", "template/first/retrieval_accuracy")      # drawn from 0 to 1
 TAGS = re.compile("(</?(?:think|answer)>)")
+SYMBOLS = "".join(dict.fromkeys("".join("".join(make().legend) for make in envs.ENVS.values())))
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -71,10 +72,12 @@ def read_run(path, notes):
     metrics = os.path.join(path, "metrics.jsonl")
     if not os.path.isfile(metrics):
         raise UserError(f"{path!r} holds no run: there is no metrics.jsonl in it")
-    config = os.path.join(path, "config.json")
-    config = (read_text(config) if os.path.isfile(config) else None) or {}
-    lines = [m for m in read_lines(metrics, notes) if isinstance(m.get("iter"), int)]
-    if not lines:
+    config = {}
+    if os.path.isfile(os.path.join(path, "config.json")):
+        with open(os.path.join(path, "config.json"), encoding="utf-8", errors="replace") as f:
+            config = parsed(f.read()) or {}
+    by_iter = {m["iter"]: m for m in read_lines(metrics, notes) if isinstance(m.get("iter"), int)}    # the last counts
+    if not by_iter:
         raise UserError(f"{metrics} holds no iteration yet")
     files = []
     for name in sorted(glob.glob(os.path.join(glob.escape(path), "rollouts", "*.jsonl"))):
@@ -83,24 +86,17 @@ def read_run(path, notes):
             episodes = [episode(e, config) for e in read_lines(name, notes)]
             files.append({"kind": kind, "iter": int(iteration), "episodes": episodes})
     name = os.path.basename(os.path.abspath(path))
-    return {"name": name, "path": path, "config": config, "metrics": lines, "files": files}
-
-
-def read_text(path):
-    """A JSON object in a file, or None."""
-    with open(path, encoding="utf-8", errors="replace") as f:
-        found = parsed(f.read())
-    return found if isinstance(found, dict) else None
+    return {"name": name, "path": path, "config": config, "metrics": [by_iter[i] for i in sorted(by_iter)], "files": files}
 
 
 # ---------------------------------------------------------------------------------------------- episodes
 
 def legend(env, config):
-    """{symbol: meaning} of a world drawn as a grid; {} for the others, and for worlds that only the run knew."""
+    """{symbol: meaning} of a world: {} where it isn't drawn as a grid, None where only the run itself knew it."""
     try:
         return dict(envs.make_env(env, **config.get("env_args", {})).legend)
-    except (ValueError, TypeError, AttributeError, RuntimeError):
-        return {}
+    except (ValueError, TypeError, RuntimeError):
+        return None
 
 
 def split_grid(text, symbols):
@@ -151,27 +147,25 @@ def episode(record, config):
     """An episode as the page wants it: its turns, each with what was told, said, done and paid."""
     env = record.get("env") or config.get("env", "")
     symbols = legend(env, config)
-    messages = [m for m in record.get("messages", ()) if isinstance(m, dict)]
-    told, contents = ([m.get("content", "") for m in messages if m.get("role") == role] for role in ("user", "assistant"))
-    segments = record.get("segments") or []
+    symbols = SYMBOLS if symbols is None else symbols
+    told, contents = ([m["content"] for m in record.get("messages", ()) if m["role"] == role] for role in ("user", "assistant"))
+    segments = record.get("segments", ())
     fed, said = ([text for text, trained in segments if trained is kind] for kind in (False, True))
-    known = len(fed) == len(said) == len(contents)      # else an older run, or one that is not ours
+    known = len(fed) == len(said) == len(contents)      # an older run doesn't tell what was trained
+    at = lambda key, k: values[k] if k < len(values := record.get(key, ())) else None
     turns = []
     for k, content in enumerate(contents):
         given = prefill(content, fed[k], said[k]) if known else ""
-        turns.append({"fed": fed[k] if known else None, "told": split_grid(told[k] if k < len(told) else "", symbols),
+        turns.append({"fed": fed[k] if known else None, "told": split_grid(told[k], symbols),
                       "said": parts(given, said[k] if known else content, known),
-                      **{name: (record.get(key) or [None] * (k + 1))[k:k + 1] for name, key in (
-                          ("reward", "turn_rewards"), ("ok", "format_ok"), ("actions", "actions"))}})
-    for turn in turns:
-        turn |= {name: turn[name][0] if turn[name] else None for name in ("reward", "ok", "actions")}
+                      "reward": number(at("turn_rewards", k)), "ok": at("format_ok", k), "actions": at("actions", k)})
     return {"env": env, "group": record.get("group"), "member": record.get("member"),
             "success": bool(record.get("success")), "return": number(record.get("return")),
             "truncated": bool(record.get("truncated")), "turns": turns}
 
 
 def fit(files, budget):
-    """Drop every second iteration, never the first or the last, then every second episode, until files fit budget bytes.
+    """Drop every second iteration, never the first or the last, then the later episodes, until files fit budget bytes.
 
     >>> [f["iter"] for f in fit([{"iter": i, "episodes": []} for i in range(9)], 200)]
     [0, 4, 8]
@@ -215,10 +209,9 @@ def curve(runs, key):
     """A metric over iterations, over seeds: {x, mid (the mean), low, high, n (runs with a value there)}."""
     values = {}
     for run in runs:
-        own = {m["iter"]: number(m.get(key)) for m in run["metrics"]}       # of a repeated iteration the last counts
-        for i, v in own.items():
-            if v is not None:
-                values.setdefault(i, []).append(v)
+        for m in run["metrics"]:
+            if (v := number(m.get(key))) is not None:
+                values.setdefault(m["iter"], []).append(v)
     rows = [(i, number(statistics.fmean(v)), min(v), max(v), len(v)) for i, v in sorted(values.items())]
     return dict(zip(("x", "mid", "low", "high", "n"), map(list, zip(*thin(rows, MOST_POINTS))))) if rows else None
 
@@ -251,92 +244,92 @@ def verdicts(metrics):
 
 def worlds(runs):
     """The worlds that were evaluated, in their order."""
-    return list(dict.fromkeys(key.split("/")[1] for run in runs for m in run["metrics"] for key in m
+    return list(dict.fromkeys(key[len("eval/"):-len("/success")] for run in runs for m in run["metrics"] for key in m
                               if key.startswith("eval/") and key.endswith("/success")))
 
 
+def levels(runs, key):
+    """What a success or an accuracy stands beside: a list of [name, value]."""
+    beside = [("random", key.replace("success", "random")), ("optimal", key.replace("success", "optimal"))] \
+        if key.startswith("eval/") else [("chance", key.replace("accuracy", "chance"))] if key.endswith("accuracy") else []
+    return [[name, x] for name, other in beside
+            for x in sorted({number(m.get(other)) for run in runs for m in run["metrics"]} - {None})]
+
+
 def charts(lines):
-    """All charts that have anything to draw: {key, title, note, share, levels, series}."""
-    wanted = [(f"eval/{env}/success", "Success on held-out tasks" + (f": {env}" if len(worlds(sum(lines, []))) > 1 else ""),
-               f"share of the fixed tasks of {env}, at evaluation temperature") for env in worlds(sum(lines, []))]
-    found = []
-    for key, title, note in [*wanted, *CHARTS]:
-        series = [curve(runs, key) for runs in lines]
-        series = [{"line": i, **s} for i, s in enumerate(series) if s]
-        if not series or key == "thought_words" and not any(map(any, (s["mid"] for s in series))):
-            continue        # without thinking there are no words of thought
-        levels = {}
-        for name in ("random", "optimal") if key.startswith("eval/") else ():
-            found_levels = {number(m.get(key.replace("success", name))) for runs in lines for r in runs for m in r["metrics"]}
-            levels |= {f"{name}": sorted(x for x in found_levels if x is not None)}
-        if key.endswith("retrieval_accuracy"):
-            chance = {number(m.get(key.replace("accuracy", "chance"))) for runs in lines for r in runs for m in r["metrics"]}
-            levels = {"chance": sorted(x for x in chance if x is not None)}
-        found.append({"key": key, "title": title, "note": note, "share": key in SHARES or key.startswith("eval/"),
-                      "levels": [[name, x] for name in levels for x in levels[name]], "series": series})
+    """All charts that have anything to draw: a list of {key, title, note, share, levels, series}."""
+    runs, found = [run for line in lines for run in line], []
+    held_out = [(f"eval/{env}/success", "Success on held-out tasks", f"{env}: share of the fixed tasks")
+                for env in worlds(runs)]
+    for key, title, note in (*held_out, *CHARTS):
+        series = [{"line": i, **c} for i, line in enumerate(lines) if (c := curve(line, key))]
+        if series and (key != "thought_words" or any(x for c in series for x in c["mid"])):     # no thinking, no words
+            found.append({"key": key, "title": title, "note": note, "share": key in SHARES or key.startswith("eval/"),
+                          "levels": levels(runs, key), "series": series})
     return found
 
 
 # ---------------------------------------------------------------------------------------------- the page
 
 def facts(runs):
-    """A line's result in a few [label, value, small print]."""
-    found = []
-    short = lambda x: f"{x:.3f}".rstrip("0").rstrip(".")
+    """A line's result in a few [label, value, small print]; means over its runs."""
+    found, num = [], len(runs)
+    short = lambda x: f"{x:.3f}" if x % 1 else f"{x:.0f}"
     for env in worlds(runs):
-        ends = [[x for m in run["metrics"] if (x := number(m.get(f"eval/{env}/success"))) is not None] for run in runs]
-        ends = [(x[0], x[-1]) for x in ends if x]
-        beside = [f"{name} {short(x)}" for name in ("random", "optimal") if (x := next((
-            m[k] for run in runs for m in run["metrics"] if number(m.get(k := f"eval/{env}/{name}")) is not None), None)) is not None]
-        each = [", ".join(short(end) for _, end in ends)] if len(ends) > 1 else []
-        found.append([f"success, {env}", " → ".join(short(statistics.fmean(x)) for x in zip(*ends)), "; ".join(each + beside)])
+        key = f"eval/{env}/success"
+        ends = [(c["mid"][0], c["mid"][-1]) for run in runs if (c := curve([run], key))]
+        small = [", ".join(short(end) for _, end in ends)] * (num > 1) + [f"{name} {short(x)}" for name, x in levels(runs, key)]
+        found.append([f"success on {env}", " → ".join(short(statistics.fmean(x)) for x in zip(*ends)), "; ".join(small)])
     last = [run["metrics"][-1] for run in runs]
-    planned = {run["config"].get("max_iters") for run in runs} - {None}
-    done = [m["iter"] for m in last]
-    found.append(["iterations", str(max(done)), f"of {max(planned)}" if planned and min(done) < max(planned) else ""])
+    found.append(["iterations", ", ".join(dict.fromkeys(str(m["iter"]) for m in last)), ""])
     seconds = [s for m in last if (s := number(m.get("time_s"))) is not None]
     if seconds:
-        mean = statistics.fmean(seconds)
-        found.append(["time", f"{mean:.0f} s" if mean < 90 else f"{mean / 60:.1f} min" if mean < 5400 else f"{mean / 3600:.1f} h",
-                      "mean of a run" if len(runs) > 1 else ""])
-    traps = [(run["name"], verdicts(run["metrics"])) for run in runs]
-    first = {level: [(s[1], name) for name, spans in traps for s in spans if s[0] == level] for level in ("warn", "collapse")}
-    value = ", ".join(f"{level} at {min(x)[0]}" for level, x in first.items() if x)
-    found.append(["Echo Trap", value or "no warning", ""])
+        s = statistics.fmean(seconds)
+        found.append(["time", f"{s:.0f} s" if s < 90 else f"{s / 60:.1f} min" if s < 5400 else f"{s / 3600:.1f} h",
+                      "mean of a run" if num > 1 else ""])
+    spans = [verdicts(run["metrics"]) for run in runs]
+    first = {level: min(s[1] for run in spans for s in run if s[0] == level) for level in ("warn", "collapse")
+             if any(s[0] == level for run in spans for s in run)}
+    found.append(["Echo Trap", ", ".join(f"{level} at {i}" for level, i in first.items()) or "no warning",
+                  f"first of {sum(map(bool, spans))} of {num} runs" if first and num > 1 else ""])
     return found
+
+
+def thin_episodes(run, budget, notes):
+    """Leave out sample episodes of a run until they fit budget bytes, evaluations and training half each; say so."""
+    num = sum(len(f["episodes"]) for f in run["files"])
+    run["files"] = [f for kind in ("iter", "eval") for f in fit([f for f in run["files"] if f["kind"] == kind], budget // 2)]
+    kept = sum(len(f["episodes"]) for f in run["files"])
+    if kept < num:
+        notes.append(f"{run['name']}: {kept:,} of {num:,} sample episodes are on this page, all are in {run['path']}/rollouts")
 
 
 def gather(paths):
     """Everything on the page, as one dict for JSON."""
     notes = []
-    if len({os.path.realpath(p) for p in paths}) < len(paths):
+    if len({os.path.realpath(path) for path in paths}) < len(paths):
         raise UserError("a run is named twice")
     runs = [read_run(path, notes) for path in paths]
+    names = [run["name"] for run in runs]
+    for run in runs:
+        run["name"] = run["name"] if names.count(run["name"]) == 1 else run["path"]
+        thin_episodes(run, MOST_BYTES // len(runs), notes)
+    longest = max(len(run["metrics"]) for run in runs)
+    if longest > MOST_POINTS:
+        notes.append(f"curves are thinned from {longest:,} iterations to at most {MOST_POINTS:,} points, the lowest and the "
+                     f"highest of each stretch")
     lines = same_config(runs)
-    names = [line_name([run["name"] for run in line]) for line in lines]
-    names = [name if names.count(name) == 1 else line[0]["path"] for name, line in zip(names, lines)]
     configs = [{k: v for k, v in line[0]["config"].items() if k not in OWN} for line in lines]
     differ = sorted({k for c in configs for k in c if any(c.get(k) != other.get(k) for other in configs)})
-    for run in runs:
-        kept = [f for kind in ("iter", "eval") for f in fit([x for x in run["files"] if x["kind"] == kind],
-                                                            MOST_BYTES // (2 * len(runs)))]
-        before, after = ([sum(len(f["episodes"]) for f in files) for files in (run["files"], kept)])
-        if after < before:
-            notes.append(f"{run['name']}: {after} of {before} sample episodes are on this page, the others in {run['path']}/rollouts")
-        run["files"] = kept
-    longest = max(len({m["iter"] for m in run["metrics"]}) for run in runs)
-    if longest > MOST_POINTS:
-        notes.append(f"curves are thinned from {longest:,} iterations to at most {MOST_POINTS:,} points: the lowest and the "
-                     f"highest of each stretch")
-    return {"lines": [{"name": name, "runs": [run["name"] for run in line], "facts": facts(line), "config": config,
-                       "differ": {k: config[k] for k in differ if k in config}}
-                      for name, line, config in zip(names, lines, configs)],
+    worlds_of = lambda run: {e["env"] for f in run["files"] for e in f["episodes"]}
+    return {"lines": [{"name": line_name([run["name"] for run in line]), "runs": [run["name"] for run in line],
+                       "facts": facts(line), "config": config, "differ": {k: config[k] for k in differ if k in config}}
+                      for line, config in zip(lines, configs)],
             "charts": charts(lines),
             "traps": [{"line": i, "run": run["name"], "spans": spans} for i, line in enumerate(lines) for run in line
                       if (spans := verdicts(run["metrics"]))],
-            "runs": [{"name": run["name"], "files": run["files"], "legends": {
-                env: legend(env, run["config"]) for env in {e["env"] for f in run["files"] for e in f["episodes"]}}}
-                for run in runs],
+            "runs": [{"name": run["name"], "files": run["files"],
+                      "legends": {env: legend(env, run["config"]) or {} for env in worlds_of(run)}} for run in runs],
             "notes": notes}
 
 
@@ -362,12 +355,13 @@ def main(argv):
     out = options.out or os.path.join(options.runs[0], "report.html")
     if not out.endswith(".html"):
         raise UserError(f"--out must end in .html, got {out!r}")      # and so never names a file of a run
-    data = gather(options.runs)
     try:
+        data = gather(options.runs)
+        text = page(data)
         with open(out, "w", encoding="utf-8") as f:
-            f.write(page(data))
+            f.write(text)
     except OSError as error:
-        raise UserError(f"{out!r} can't be written: {error.strerror}") from None
+        raise UserError(f"{error.filename!r}: {error.strerror}") from None
     for note in data["notes"]:
         print(f"note: {note}")
     print(f"wrote {out}, {os.path.getsize(out) / 1e6:.1f} MB: open it in a browser (no server, no network)")
