@@ -104,7 +104,7 @@ class Batch:
     def halves(self):
         """Cut the batch into two of half the rows, or one of its only row."""
         middle = (len(self.tokens) + 1) // 2
-        return [self.part(slice(0, middle)), self.part(slice(middle, None))][:len(self.tokens)]
+        return [self.part(rows) for rows in (slice(0, middle), slice(middle, None))[:len(self.tokens)]]
 
     def part(self, rows):
         """Return the batch of some rows, a slice; what was filled in comes along."""

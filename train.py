@@ -318,11 +318,17 @@ def env_makers(cfg):
 
 
 def baselines(make_env, cfg):
-    """(random, optimal) success on the validation tasks; None where the environment has no such policy."""
+    """(random, optimal) success on the validation tasks; None where the environment has no such policy, or raises."""
     seeds = [e.task_seed for e in validation_episodes(range(cfg.eval_tasks))]
     budget = min(cfg.max_actions, cfg.max_turns * cfg.max_actions_per_turn)
-    rates = (envs.success_rate(make_env, policy, seeds, budget) for policy in ("random", "optimal"))
-    return [None if math.isnan(rate) else rate for rate in rates]
+    rates = []
+    for policy in ("random", "optimal"):
+        try:
+            rate = envs.success_rate(make_env, policy, seeds, budget)
+        except Exception:       # whatever a user's environment raises; its episodes will say what
+            rate = math.nan
+        rates.append(None if math.isnan(rate) else rate)
+    return rates
 
 
 def evaluate(policy, chat, makers, cfg, accelerator, base):
