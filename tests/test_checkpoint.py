@@ -562,8 +562,7 @@ def test_an_environment_that_raises(tmp_path, monkeypatch, capsys, breaks, messa
 @pytest.mark.slow
 def test_a_thousand_iterations_stay_flat(tmp_path):
     """Memory and seconds of the last fifth are those of the first fifth after 100 iterations of warm-up."""
-    _, lines = run_tiny(tmp_path, "tiny_bandit", "--max_iters=1000", "--eval_every=0", "--save_every=50", "--empty_stop=2000",
-                        "--entropy_coef=0.05")
+    _, lines = run_tiny(tmp_path, "tiny_bandit", "--max_iters=1000", "--eval_every=0", "--save_every=50")
     rest = lines[100:]
     mean = lambda key, part: sum(m[key] for m in part) / len(part)
     fifth = len(rest) // 5
