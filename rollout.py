@@ -192,9 +192,15 @@ def train_episodes(run_seed, iteration, groups, members):
             for g in groups for m in range(members)]
 
 
-def validation_episodes(tasks):
-    """The fixed validation episodes with the numbers in `tasks`, one sample each; the same for every run."""
-    return [Episode(k, 0, VALIDATION_SEED + k, VALIDATION_SEED + k, (VALIDATION_SEED, 0)) for k in tasks]
+def validation_episodes(tasks, samples=1):
+    """The fixed validation episodes with the numbers in `tasks`, `samples` of each; the same for every run.
+
+    Member 0 is the one that train.py evaluates; those after it have luck and sampling noise of their own.
+    """
+    def luck(k, m):
+        draw = np.random.SeedSequence(VALIDATION_SEED, spawn_key=(3, k, m)).generate_state(1, np.uint64)
+        return int(draw[0]) if m else VALIDATION_SEED + k
+    return [Episode(k, m, VALIDATION_SEED + k, luck(k, m), (VALIDATION_SEED, 0)) for k in tasks for m in range(samples)]
 
 
 def token_noise(episodes, turns, tokens):

@@ -272,6 +272,21 @@ def baselines(make_env, cfg):
     return [None if math.isnan(rate) else rate for rate in rates]
 
 
+def score(success, random, optimal):
+    """Success on a scale from random play, 0, to optimal play, 1; None where one is unknown or both are equal."""
+    known = None not in (random, optimal) and optimal != random
+    return (success - random) / (optimal - random) if known else None
+
+
+def make_chat(policy, tokenizer, think, path):
+    """The Chat of a policy that was loaded from `path`; whatever its generation config calls eos ends a turn too."""
+    eos = policy.causal_lm.generation_config.eos_token_id
+    try:
+        return Chat(tokenizer, think, eos if isinstance(eos, list) else [eos])
+    except ValueError as error:
+        raise UserError(f"model={path!r}: {error}") from None
+
+
 def evaluate(policy, chat, makers, cfg, accelerator, base):
     """Success on the fixed validation tasks, split over ranks, as metrics beside the baselines {env: pair}."""
     tasks, metrics = share(range(cfg.eval_tasks), accelerator), {}
@@ -279,10 +294,8 @@ def evaluate(policy, chat, makers, cfg, accelerator, base):
         played = collect(policy, chat, make_env, validation_episodes(tasks), cfg, cfg.eval_temperature)
         wins = gather([t.success for t in played], accelerator)
         success, (random, optimal) = sum(wins) / len(wins), base[name]
-        known = None not in base[name] and optimal != random
-        score = (success - random) / (optimal - random) if known else None
-        metrics |= {f"eval/{name}/{k}": v for k, v in
-                    (("success", success), ("random", random), ("optimal", optimal), ("score", score))}
+        metrics |= {f"eval/{name}/{k}": v for k, v in (
+            ("success", success), ("random", random), ("optimal", optimal), ("score", score(success, random, optimal)))}
     return metrics
 
 
@@ -595,11 +608,7 @@ def main(cfg, notes=()):
                                    reference=cfg.kl_coef > 0, bf16=device.type == "cuda",
                                    gradient_checkpointing=cfg.gradient_checkpointing)
     policy.to(device)
-    eos = policy.causal_lm.generation_config.eos_token_id
-    try:
-        chat = Chat(tokenizer, cfg.think, eos if isinstance(eos, list) else [eos])
-    except ValueError as error:
-        raise UserError(f"model={cfg.model!r}: {error}") from None
+    chat = make_chat(policy, tokenizer, cfg.think, cfg.model)
     policy_params, critic_params = policy.policy_parameters(), policy.critic_parameters()
     param_groups = [{"params": policy_params, "lr": cfg.lr}]
     if critic_params:
