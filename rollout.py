@@ -233,7 +233,8 @@ class Chat:
 
     def __init__(self, tokenizer, think=True, extra_stops=()):
         self.tokenizer = tokenizer
-        self.template = tokenizer.get_chat_template() if tokenizer.chat_template else PLAIN_TEMPLATE
+        tokenizer.chat_template = tokenizer.chat_template or PLAIN_TEMPLATE     # so that it is saved with the policy
+        self.template = tokenizer.get_chat_template()
         user, assistant, system = "first user text", "assistant text", "system text"
         try:
             self.has_system = system in self.render([("system", system), ("user", user)])

@@ -18,6 +18,7 @@ import inspect
 import json
 import math
 import os
+import shlex
 import sys
 import time
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from tqdm import tqdm
 import diagnostics
 import envs
 import starpo
-from model import ModelError, load_model
+from model import ModelError, load_model, portable
 from rollout import Chat, ContextError, collect, make_batch, micro_batches, train_episodes, validation_episodes
 from settings import UserError, load_config
 
@@ -328,6 +329,32 @@ def write_rollouts(folder, iteration, trajectories, count):
                                 "truncated": t.truncated, "messages": t.messages}) + "\n")
 
 
+def command(cfg):
+    """The command line of a run: the settings that differ from the defaults, but for its own folder."""
+    default, mine = dataclasses.asdict(Config()), dataclasses.asdict(cfg) | {"model": portable(cfg.model, os.curdir)}
+    words = [shlex.quote(f"--{k}={v}") for k, v in mine.items() if v != default[k] and k != "out_dir"]
+    return " ".join(["accelerate launch train.py", *words])
+
+
+def show(x):
+    return "n/a" if x is None else f"{x:.3f}"
+
+
+def model_card(cfg, metrics):
+    """What a saved policy is, in Markdown: its task, how it was made, how good it is."""
+    keys = ("success", "random", "optimal", "score")
+    rows = [[name, *(show(metrics[f"eval/{name}/{k}"]) for k in keys)]
+            for name in env_makers(cfg) if f"eval/{name}/success" in metrics]
+    lines = [f"# A policy for {cfg.env}", "", f"Trained with StarPO by nanoRAGEN, iteration {metrics['iter']} of", "",
+             f"    {command(cfg)}", ""]
+    if rows:
+        lines += [f"On {cfg.eval_tasks} held-out tasks, one episode each at temperature {cfg.eval_temperature:g}; score = "
+                  f"(success - random) / (optimal - random):", ""]
+        lines += ["| " + " | ".join(row) + " |" for row in [["task", *keys], ["---"] * 5, *rows]] + [""]
+    return "\n".join([*lines, f"Its prompts are those of `rollout.Chat` and `rollout.user_message` with think={cfg.think}, "
+                      f"terse={cfg.terse}."])
+
+
 def reduce_gradients(parameters, accelerator):
     """Sum gradients over ranks in one call. Losses are divided by the whole batch, so the sum is the gradient."""
     if accelerator.num_processes == 1:
@@ -550,7 +577,6 @@ def rollout_metrics(trajectories, spread):
 
 def log_line(m, makers):
     """One line for people; the file has everything."""
-    show = lambda x: "n/a" if x is None else f"{x:.3f}"
     parts = [f"iter {m['iter']:4d}"]
     if "success" in m:
         parts += [f"{label} {show(m[key])}" for label, key in (
@@ -635,7 +661,7 @@ def main(cfg, notes=()):
         metrics["time_s"] = time.perf_counter() - start
         if is_main:
             if it and (due or last):
-                policy.save(os.path.join(cfg.out_dir, "policy"), tokenizer)
+                policy.save(os.path.join(cfg.out_dir, "policy"), tokenizer, model_card(cfg, metrics))
             if not os.path.exists(metrics_path):        # only now: a run that never starts leaves nothing behind
                 os.makedirs(cfg.out_dir, exist_ok=True)
                 with open(os.path.join(cfg.out_dir, "config.json"), "w") as f:
