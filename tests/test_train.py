@@ -13,6 +13,7 @@ import torch
 
 import diagnostics
 import envs
+import eval as evaluation
 import model
 import rollout
 import sft
@@ -23,7 +24,8 @@ from settings import UserError, load_config
 from train import Config, check_config, micro_batches
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-FILES = ("train", "rollout", "envs", "starpo", "model", "checkpoint", "diagnostics", "settings", "sft", "bench", "study")
+FILES = ("train", "rollout", "envs", "starpo", "model", "checkpoint", "diagnostics", "settings", "sft", "bench", "study",
+         "eval")
 
 
 # ---------------------------------------------------------------------------------------------- settings
@@ -131,7 +133,7 @@ def test_batch_arithmetic():
 
 def test_every_setting_is_read():
     """A setting that no code reads is the quietest bug of all."""
-    code = "".join(open(f"{name}.py").read() for name in FILES if name not in ("sft", "bench", "study"))
+    code = "".join(open(f"{name}.py").read() for name in FILES if name not in ("sft", "bench", "study", "eval"))
     code = code.replace(inspect.getsource(check_config), "")        # to refuse a value is not to use it
     for field in dataclasses.fields(Config):
         reads = re.findall(rf"cfg\.{field.name}\b", code)
@@ -139,6 +141,9 @@ def test_every_setting_is_read():
     code = open("sft.py").read() + open("rollout.py").read()
     for field in dataclasses.fields(sft.SftConfig):
         assert re.search(rf"cfg\.{field.name}\b", code), f"SftConfig.{field.name} is never read"
+    code = open("eval.py").read() + open("rollout.py").read()
+    for field in dataclasses.fields(evaluation.EvalConfig):
+        assert re.search(rf"\b(cfg|c)\.{field.name}\b", code), f"EvalConfig.{field.name} is never read"
 
 
 def test_imports_go_one_way():
@@ -147,7 +152,8 @@ def test_imports_go_one_way():
                "diagnostics": {"rollout"}, "train": {"envs", "model", "starpo", "rollout", "checkpoint", "diagnostics",
                                                "settings"}, "checkpoint": set(),
                "bench": {"envs", "model", "rollout", "settings", "train"}, "study": {"starpo", "settings"},
-               "sft": {"envs", "model", "rollout", "settings", "train"}}
+               "sft": {"envs", "model", "rollout", "settings", "train"},
+               "eval": {"diagnostics", "envs", "model", "rollout", "settings", "starpo", "train"}}
     for name in FILES:
         found = set()
         for node in ast.walk(ast.parse(open(f"{name}.py").read())):
