@@ -132,14 +132,14 @@ def folder_of(out_dir, iteration):
     return os.path.join(out_dir, "checkpoints", f"iter_{iteration:06d}")
 
 
-def save(path, policy, tokenizer, optimizer, state, settings):
+def save(path, policy, tokenizer, optimizer, state, settings, card):
     """Write a checkpoint folder. state, settings: dicts for JSON. Raises one of WRITE_ERRORS; then nothing is there."""
     names = {p: name for name, p in policy.named_parameters()}
     moments = {f"{names[p]}.{key}": x.contiguous() for p, s in optimizer.state.items() for key, x in s.items()}
     critic = {names[p]: p.data.contiguous() for p in policy.critic_parameters()}
 
     def fill(folder):
-        policy.save(os.path.join(folder, "policy"), tokenizer)
+        policy.save(os.path.join(folder, "policy"), tokenizer, card)
         for name, tensors in (("critic", critic), ("optimizer", moments)):
             if tensors:
                 save_file(tensors, os.path.join(folder, name + ".safetensors"))

@@ -306,8 +306,11 @@ class ActorCritic(nn.Module):
                  for h, y in zip(hidden.split(size), targets.split(size))]
         return tuple(torch.cat(p) for p in zip(*parts))
 
-    def save(self, folder, tokenizer):
-        """Write the policy as a folder that plain transformers (or, with LoRA, peft) loads."""
+    def save(self, folder, tokenizer, card=""):
+        """Write the policy as a folder that plain transformers (or, with LoRA, peft) loads.
+
+        card: Markdown for its README.md, the model card, which gets what the hub reads in front of it; "" = none.
+        """
         if not self.peft:
             self.lm.save_pretrained(folder)
         else:
@@ -320,6 +323,13 @@ class ActorCritic(nn.Module):
                 json.dump(config, f, indent=2)
             pathlib.Path(folder, "README.md").unlink(missing_ok=True)   # peft's empty card names the base's path
         tokenizer.save_pretrained(folder)
+        if card:
+            base = portable(self.config.name_or_path, folder)
+            local = os.path.isdir(self.config.name_or_path)     # the hub refuses a card whose base is a path
+            facts = [f"library_name: {'peft' if self.peft else 'transformers'}"] + [f"base_model: {base}"] * (not local)
+            pathlib.Path(folder, "README.md").write_text("\n".join(
+                ["---", *facts, "---", card.rstrip(), "", f"Base model: `{base}`" + " (from this folder)" * local, ""]),
+                encoding="utf-8")
 
     def load(self, folder):
         """Take the policy's weights from a folder that `save` wrote, bit for bit."""

@@ -104,7 +104,7 @@ class Batch:
     def halves(self):
         """Cut the batch into two of half the rows, or one of its only row."""
         middle = (len(self.tokens) + 1) // 2
-        return [self.part(slice(0, middle)), self.part(slice(middle, None))][:len(self.tokens)]
+        return [self.part(rows) for rows in (slice(0, middle), slice(middle, None))[:len(self.tokens)]]
 
     def part(self, rows):
         """Return the batch of some rows, a slice; what was filled in comes along."""
@@ -215,9 +215,15 @@ def train_episodes(run_seed, iteration, groups, members):
             for g in groups for m in range(members)]
 
 
-def validation_episodes(tasks):
-    """The fixed validation episodes with the numbers in `tasks`, one sample each; the same for every run."""
-    return [Episode(k, 0, VALIDATION_SEED + k, VALIDATION_SEED + k, (VALIDATION_SEED, 0)) for k in tasks]
+def validation_episodes(tasks, samples=1):
+    """The fixed validation episodes with the numbers in `tasks`, `samples` of each; the same for every run.
+
+    Member 0 is the one that train.py evaluates; those after it have luck and sampling noise of their own.
+    """
+    def luck(k, m):
+        draw = np.random.SeedSequence(VALIDATION_SEED, spawn_key=(3, k, m)).generate_state(1, np.uint64)
+        return int(draw[0]) if m else VALIDATION_SEED + k
+    return [Episode(k, m, VALIDATION_SEED + k, luck(k, m), (VALIDATION_SEED, 0)) for k in tasks for m in range(samples)]
 
 
 def token_noise(episodes, turns, tokens):
@@ -250,7 +256,8 @@ class Chat:
 
     def __init__(self, tokenizer, think=True, extra_stops=()):
         self.tokenizer = tokenizer
-        self.template = tokenizer.get_chat_template() if tokenizer.chat_template else PLAIN_TEMPLATE
+        tokenizer.chat_template = tokenizer.chat_template or PLAIN_TEMPLATE     # so that it is saved with the policy
+        self.template = tokenizer.get_chat_template()
         user, assistant, system = "first user text", "assistant text", "system text"
         try:
             self.has_system = system in self.render([("system", system), ("user", user)])
@@ -753,7 +760,7 @@ class Game:
             self.play(*parse_response(text, self.env.actions, self.cfg.max_actions_per_turn, self.cfg.action_sep,
                                       self.cfg.think), cut=ids[-1] not in chat.stop_ids)
         except Exception:           # whatever a user's environment raises
-            self.traj.error, self.over = traceback.format_exc(), True
+            self.traj.error, self.traj.success, self.over = traceback.format_exc(), False, True
 
     def play(self, actions, format_ok, cut=False):
         """Play a turn's actions and word the next message. cut: no stop token within max_new_tokens or context."""

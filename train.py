@@ -20,6 +20,7 @@ import math
 import os
 import re
 import resource
+import shlex
 import sys
 import time
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ import checkpoint
 import diagnostics
 import envs
 import starpo
-from model import ModelError, load_model
+from model import ModelError, load_model, portable
 from rollout import (Chat, ContextError, collect, free_memory, make_batch, micro_batches, segments, train_episodes,
                      validation_episodes)
 from settings import UserError, load_config
@@ -318,11 +319,32 @@ def env_makers(cfg):
 
 
 def baselines(make_env, cfg):
-    """(random, optimal) success on the validation tasks; None where the environment has no such policy."""
+    """(random, optimal) success on the validation tasks; None where the environment has no such policy, or raises."""
     seeds = [e.task_seed for e in validation_episodes(range(cfg.eval_tasks))]
     budget = min(cfg.max_actions, cfg.max_turns * cfg.max_actions_per_turn)
-    rates = (envs.success_rate(make_env, policy, seeds, budget) for policy in ("random", "optimal"))
-    return [None if math.isnan(rate) else rate for rate in rates]
+    rates = []
+    for policy in ("random", "optimal"):
+        try:
+            rate = envs.success_rate(make_env, policy, seeds, budget)
+        except Exception:       # whatever a user's environment raises; its episodes will say what
+            rate = math.nan
+        rates.append(None if math.isnan(rate) else rate)
+    return rates
+
+
+def score(success, random, optimal):
+    """Success on a scale from random play, 0, to optimal play, 1; None where one is unknown or both are equal."""
+    known = None not in (random, optimal) and optimal != random
+    return (success - random) / (optimal - random) if known else None
+
+
+def make_chat(policy, tokenizer, think, path):
+    """The Chat of a policy that was loaded from `path`; whatever its generation config calls eos ends a turn too."""
+    eos = policy.causal_lm.generation_config.eos_token_id
+    try:
+        return Chat(tokenizer, think, eos if isinstance(eos, list) else [eos])
+    except ValueError as error:
+        raise UserError(f"model={path!r}: {error}") from None
 
 
 def evaluate(policy, chat, makers, cfg, accelerator, base):
@@ -334,12 +356,10 @@ def evaluate(policy, chat, makers, cfg, accelerator, base):
     for name, make_env in makers.items():
         played = collect(policy, chat, make_env, validation_episodes(tasks), cfg, cfg.eval_temperature)
         episodes[name] = played
-        wins = gather([t.success and not t.error for t in played], accelerator)
+        wins = gather([t.success for t in played], accelerator)
         success, (random, optimal) = sum(wins) / len(wins), base[name]
-        known = None not in base[name] and optimal != random
-        score = (success - random) / (optimal - random) if known else None
-        metrics |= {f"eval/{name}/{k}": v for k, v in
-                    (("success", success), ("random", random), ("optimal", optimal), ("score", score))}
+        metrics |= {f"eval/{name}/{k}": v for k, v in (
+            ("success", success), ("random", random), ("optimal", optimal), ("score", score(success, random, optimal)))}
     return metrics, episodes
 
 
@@ -387,6 +407,32 @@ def less_memory(step, work, cfg, device):
         step.batches = [half for b in step.batches for half in b.halves()]
         cfg.micro_batch_tokens = max(1, cfg.micro_batch_tokens // 2)
         free_memory(device, f"micro_batch_tokens={cfg.micro_batch_tokens}")
+
+
+def command(cfg):
+    """The command line of a run: the settings that differ from the defaults, but for its own folder."""
+    default, mine = dataclasses.asdict(Config()), dataclasses.asdict(cfg) | {"model": portable(cfg.model, os.curdir)}
+    words = [shlex.quote(f"--{k}={v}") for k, v in mine.items() if v != default[k] and k != "out_dir"]
+    return " ".join(["accelerate launch train.py", *words])
+
+
+def show(x):
+    return "n/a" if x is None else f"{x:.3f}"
+
+
+def model_card(cfg, metrics):
+    """What a saved policy is, in Markdown: its task, how it was made, how good it is."""
+    keys = ("success", "random", "optimal", "score")
+    rows = [[name, *(show(metrics[f"eval/{name}/{k}"]) for k in keys)]
+            for name in env_makers(cfg) if f"eval/{name}/success" in metrics]
+    lines = [f"# A policy for {cfg.env}", "", f"Trained with StarPO by nanoRAGEN, iteration {metrics['iter']} of", "",
+             f"    {command(cfg)}", ""]
+    if rows:
+        lines += [f"On {cfg.eval_tasks} held-out tasks, one episode each at temperature {cfg.eval_temperature:g}; score = "
+                  f"(success - random) / (optimal - random):", ""]
+        lines += ["| " + " | ".join(row) + " |" for row in [["task", *keys], ["---"] * 5, *rows]] + [""]
+    return "\n".join([*lines, f"Its prompts are those of `rollout.Chat` and `rollout.user_message` with think={cfg.think}, "
+                      f"terse={cfg.terse}."])
 
 
 def reduce_gradients(parameters, accelerator):
@@ -632,7 +678,6 @@ def rollout_metrics(trajectories, spread):
 
 def log_line(m, makers):
     """One line for people; the file has everything."""
-    show = lambda x: "n/a" if x is None else f"{x:.3f}"
     parts = [f"iter {m['iter']:4d}"]
     if "success" in m:
         parts += [f"{label} {show(m[key])}" for label, key in (
@@ -666,7 +711,8 @@ def main(cfg, notes=(), signals=None):
     start = time.perf_counter()
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
-    settings, signals = dataclasses.asdict(cfg), signals or checkpoint.Signals()     # rows may shrink later: less_memory
+    asked, signals = dataclasses.replace(cfg), signals or checkpoint.Signals()      # cfg may shrink later: less_memory
+    settings = dataclasses.asdict(asked)
     # CUDA or the CPU, whatever accelerate would choose; bf16 is model.py's business, whatever it has on file.
     # Ranks may run unequal numbers of forward passes, so none of them may wait for the others' buffers.
     accelerator = Accelerator(cpu=cfg.device == "cpu" or not torch.cuda.is_available(), mixed_precision="no",
@@ -693,11 +739,7 @@ def main(cfg, notes=(), signals=None):
                                    reference=cfg.kl_coef > 0, bf16=device.type == "cuda",
                                    gradient_checkpointing=cfg.gradient_checkpointing)
     policy.to(device)
-    eos = policy.causal_lm.generation_config.eos_token_id
-    try:
-        chat = Chat(tokenizer, cfg.think, eos if isinstance(eos, list) else [eos])
-    except ValueError as error:
-        raise UserError(f"model={cfg.model!r}: {error}") from None
+    chat = make_chat(policy, tokenizer, cfg.think, cfg.model)
     policy_params, critic_params = policy.policy_parameters(), policy.critic_parameters()
     param_groups = [{"params": policy_params, "lr": cfg.lr}]
     if critic_params:
@@ -736,13 +778,14 @@ def main(cfg, notes=(), signals=None):
         except checkpoint.WRITE_ERRORS as error:
             say(checkpoint.refusal(what, path, error, size))
 
-    def save(it):
+    def save(it, metrics):
         """Write the checkpoint of iteration it, unless it is there."""
         path = checkpoint.folder_of(cfg.out_dir, it)
         loop = {"iter": it, "time_s": time.perf_counter() - start, "empty": empty, "top": top, "trap": trap.state_dict()}
         size = checkpoint.size_of(policy, optimizer)
         if is_main and not (os.path.isdir(path) and path == saved):
-            write("checkpoint", path, lambda: checkpoint.save(path, policy, tokenizer, optimizer, loop, settings), size)
+            write("checkpoint", path, lambda: checkpoint.save(path, policy, tokenizer, optimizer, loop, settings,
+                                                             model_card(asked, metrics)), size)
             checkpoint.prune(cfg.out_dir, cfg.keep_last, top["iter"])
 
     def finish(metrics, last):
@@ -773,9 +816,9 @@ def main(cfg, notes=(), signals=None):
             say(log_line(metrics, makers))
         if it and (due or last):
             write("policy", in_out("policy"), lambda: checkpoint.write_folder(
-                in_out("policy"), lambda folder: policy.save(folder, tokenizer)))
+                in_out("policy"), lambda folder: policy.save(folder, tokenizer, model_card(asked, metrics))))
         if cfg.save_every and it and (it % cfg.save_every == 0 or is_best or last):
-            save(it)
+            save(it, metrics)
         return metrics
 
     def report_errors(it, episodes):
@@ -870,7 +913,7 @@ def main(cfg, notes=(), signals=None):
             break
     bar.close()
     if done < cfg.max_iters and not stop:       # a signal or a fault, in an iteration or after it
-        save(done)
+        save(done, {"iter": done})
         where = f"after iteration {done}; go on with the same command and --resume"
         if fault:
             raise UserError(f"stopped {where}: {fault}")

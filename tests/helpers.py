@@ -1,4 +1,6 @@
-"""What test_rollout.py and test_model.py share: tokenizers, tiny random models, a world of free text, settings."""
+"""What the tests share: short real runs, tokenizers, tiny random models, a world of free text, settings."""
+import json
+
 import torch
 import transformers as hf
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -6,6 +8,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 import model
 import rollout
 from envs import TextEnv
+import train
+from settings import load_config
 from train import Config
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -102,3 +106,11 @@ def one_pass(lm, ids, temperature=1.0):
     """(T, V) log-probs by the whole Hugging Face model, one unpadded row, without any of our code."""
     with torch.no_grad():
         return torch.log_softmax(lm(input_ids=torch.tensor([ids])).logits[0].float() / temperature, -1)
+
+
+def run_tiny(tmp_path, name, *words, signals=None):
+    """Run a laptop config in-process; return (its last metrics, all lines of metrics.jsonl)."""
+    out = tmp_path / "run"
+    cfg, typed, filed = load_config(Config, ["--config", f"configs/{name}.py", f"--out_dir={out}", *words])
+    last = train.main(cfg, train.check_config(cfg, typed, filed), signals)
+    return last, [json.loads(line) for line in open(out / "metrics.jsonl")]
