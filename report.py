@@ -30,7 +30,7 @@ CHARTS = (                      # key of metrics.jsonl, title, what it is and ho
     ("grad_norm", "Gradient norm", "before clipping; a spike is the point of no return"),
     ("response_len", "Response length", "sampled tokens per turn"),
     ("thought_words", "Thought", "words of thought per turn"),
-    ("template/first/retrieval_accuracy", "Thought follows its prompt", "share of thoughts likeliest under their own prompt"),
+    ("template/first/retrieval_accuracy", "Thought follows its prompt", "share likeliest under their own prompt"),
     ("format_ok", "Format", "share of turns with a well-formed, known answer"),
     ("approx_kl", "KL to the old policy", "nats per token; 0 with one step per rollout"),
     ("kl_ref", "KL to the reference", "nats per token"),
@@ -86,7 +86,7 @@ def read_run(path, notes):
             episodes = [episode(e, config) for e in read_lines(name, notes)]
             files.append({"kind": kind, "iter": int(iteration), "episodes": episodes})
     name = os.path.basename(os.path.abspath(path))
-    return {"name": name, "path": path, "config": config, "metrics": [by_iter[i] for i in sorted(by_iter)], "files": files}
+    return {"name": name, "path": path, "config": config, "files": files, "metrics": [by_iter[i] for i in sorted(by_iter)]}
 
 
 # ---------------------------------------------------------------------------------------------- episodes
@@ -148,7 +148,8 @@ def episode(record, config):
     env = record.get("env") or config.get("env", "")
     symbols = legend(env, config)
     symbols = SYMBOLS if symbols is None else symbols
-    told, contents = ([m["content"] for m in record.get("messages", ()) if m["role"] == role] for role in ("user", "assistant"))
+    told, contents = ([m["content"] for m in record.get("messages", ()) if m["role"] == role]
+                      for role in ("user", "assistant"))
     segments = record.get("segments", ())
     fed, said = ([text for text, trained in segments if trained is kind] for kind in (False, True))
     known = len(fed) == len(said) == len(contents)      # an older run doesn't tell what was trained
@@ -167,7 +168,7 @@ def episode(record, config):
 def fit(files, budget):
     """Drop every second iteration, never the first or the last, then the later episodes, until files fit budget bytes.
 
-    >>> [f["iter"] for f in fit([{"iter": i, "episodes": []} for i in range(9)], 200)]
+    >>> [f["iter"] for f in fit([{"iter": i, "episodes": []} for i in range(9)], 100)]
     [0, 4, 8]
     """
     while len(json.dumps(files)) > budget:
@@ -250,8 +251,8 @@ def worlds(runs):
 
 def levels(runs, key):
     """What a success or an accuracy stands beside: a list of [name, value]."""
-    beside = [("random", key.replace("success", "random")), ("optimal", key.replace("success", "optimal"))] \
-        if key.startswith("eval/") else [("chance", key.replace("accuracy", "chance"))] if key.endswith("accuracy") else []
+    names = ("random", "optimal") if key.startswith("eval/") else ("chance",) if key.endswith("accuracy") else ()
+    beside = [(name, re.sub("(success|accuracy)$", name, key)) for name in names]
     return [[name, x] for name, other in beside
             for x in sorted({number(m.get(other)) for run in runs for m in run["metrics"]} - {None})]
 
@@ -278,8 +279,9 @@ def facts(runs):
     for env in worlds(runs):
         key = f"eval/{env}/success"
         ends = [(c["mid"][0], c["mid"][-1]) for run in runs if (c := curve([run], key))]
-        small = [", ".join(short(end) for _, end in ends)] * (num > 1) + [f"{name} {short(x)}" for name, x in levels(runs, key)]
-        found.append([f"success on {env}", " → ".join(short(statistics.fmean(x)) for x in zip(*ends)), "; ".join(small)])
+        each = [", ".join(short(end) for _, end in ends)] if num > 1 else []
+        found.append([f"success on {env}", " → ".join(short(statistics.fmean(x)) for x in zip(*ends)),
+                      "; ".join(each + [f"{name} {short(x)}" for name, x in levels(runs, key)])])
     last = [run["metrics"][-1] for run in runs]
     found.append(["iterations", ", ".join(dict.fromkeys(str(m["iter"]) for m in last)), ""])
     seconds = [s for m in last if (s := number(m.get("time_s"))) is not None]
@@ -298,10 +300,11 @@ def facts(runs):
 def thin_episodes(run, budget, notes):
     """Leave out sample episodes of a run until they fit budget bytes, evaluations and training half each; say so."""
     num = sum(len(f["episodes"]) for f in run["files"])
-    run["files"] = [f for kind in ("iter", "eval") for f in fit([f for f in run["files"] if f["kind"] == kind], budget // 2)]
+    of_kind = lambda kind: [f for f in run["files"] if f["kind"] == kind]
+    run["files"] = fit(of_kind("iter"), budget // 2) + fit(of_kind("eval"), budget // 2)
     kept = sum(len(f["episodes"]) for f in run["files"])
     if kept < num:
-        notes.append(f"{run['name']}: {kept:,} of {num:,} sample episodes are on this page, all are in {run['path']}/rollouts")
+        notes.append(f"{run['name']}: {kept:,} of {num:,} sample episodes are on this page, all are in its rollouts/")
 
 
 def gather(paths):
@@ -316,8 +319,8 @@ def gather(paths):
         thin_episodes(run, MOST_BYTES // len(runs), notes)
     longest = max(len(run["metrics"]) for run in runs)
     if longest > MOST_POINTS:
-        notes.append(f"curves are thinned from {longest:,} iterations to at most {MOST_POINTS:,} points, the lowest and the "
-                     f"highest of each stretch")
+        notes.append(f"curves are thinned from {longest:,} iterations to at most {MOST_POINTS:,} points: the lowest and "
+                     f"the highest of each stretch")
     lines = same_config(runs)
     configs = [{k: v for k, v in line[0]["config"].items() if k not in OWN} for line in lines]
     differ = sorted({k for c in configs for k in c if any(c.get(k) != other.get(k) for other in configs)})
@@ -334,10 +337,11 @@ def gather(paths):
 
 
 def page(data):
-    """The HTML page. No "<" is left in the JSON, so that nothing a model wrote can end the script element it stands in."""
+    """The HTML page. The JSON in it holds no "<", so that nothing a model wrote can end its script element."""
     with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets", "report.html"), encoding="utf-8") as f:
         template = f.read()
-    return template.replace("{{data}}", json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))
+    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return template.replace("{{data}}", text)
 
 
 class Arguments(argparse.ArgumentParser):

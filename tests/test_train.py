@@ -25,7 +25,7 @@ from train import Config, check_config, micro_batches
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 FILES = ("train", "rollout", "envs", "starpo", "model", "checkpoint", "diagnostics", "settings", "sft", "bench", "study",
-         "eval")
+         "eval", "report")
 
 
 # ---------------------------------------------------------------------------------------------- settings
@@ -152,7 +152,7 @@ def test_imports_go_one_way():
                "diagnostics": {"rollout"}, "train": {"envs", "model", "starpo", "rollout", "checkpoint", "diagnostics",
                                                "settings"}, "checkpoint": set(),
                "bench": {"envs", "model", "rollout", "settings", "train"}, "study": {"starpo", "settings"},
-               "sft": {"envs", "model", "rollout", "settings", "train"},
+               "report": {"envs", "settings"}, "sft": {"envs", "model", "rollout", "settings", "train"},
                "eval": {"diagnostics", "envs", "model", "rollout", "settings", "starpo", "train"}}
     for name in FILES:
         found = set()
