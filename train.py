@@ -412,7 +412,7 @@ def less_memory(step, work, cfg, device):
 def command(cfg):
     """The command line of a run: the settings that differ from the defaults, but for its own folder."""
     default, mine = dataclasses.asdict(Config()), dataclasses.asdict(cfg) | {"model": portable(cfg.model, os.curdir)}
-    words = [shlex.quote(f"--{k}={v}") for k, v in mine.items() if v != default[k] and k != "out_dir"]
+    words = [shlex.quote(f"--{k}={v}") for k, v in mine.items() if v != default[k] and k not in ("out_dir", "resume")]
     return " ".join(["accelerate launch train.py", *words])
 
 
