@@ -52,7 +52,7 @@ def episode_record(t, iteration, env, tokenizer):
 def command(cfg):
     """The command line of a run: the settings that differ from the defaults, but for its own folder."""
     default, mine = dataclasses.asdict(type(cfg)()), dataclasses.asdict(cfg) | {"model": portable(cfg.model, os.curdir)}
-    words = [shlex.quote(f"--{k}={v}") for k, v in mine.items() if v != default[k] and k not in ("out_dir", "resume")]
+    words = [shlex.quote(f"--{k}={v}") for k, v in mine.items() if v != default[k] and k not in ("out_dir", "resume", "dry_run")]
     return " ".join(["accelerate launch train.py", *words])
 
 

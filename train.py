@@ -32,6 +32,7 @@ import checkpoint
 import diagnostics
 import envs
 import starpo
+from dryrun import dry_run
 from model import ModelError, load_model
 from record import check_trackers, episode_record, log_line, model_card, start_trackers, track
 from rollout import (Chat, ContextError, collect, free_memory, make_batch, micro_batches, train_episodes,
@@ -49,6 +50,7 @@ class Config:
     lora_rank: int = 64                 # rank = alpha on all linear layers (8 .. 128); 0 = train all weights
     seed: int = 0                       # tasks, luck and sampling noise of training; evaluation has its own
     out_dir: str = "runs/default"       # must not hold a run yet, but for resume
+    dry_run: bool = False               # print settings, a prompt and the memory needed; load no weights, write nothing
     device: str = ""                    # "" = CUDA if there is one, else CPU; or "cuda", "cpu"
 
     # how long, how often
@@ -887,10 +889,13 @@ def run(argv):
         return 0
     rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
     try:
-        config, typed, filed = load_config(Config, argv)
-        notes = check_config(config, typed, filed)
+        cfg, typed, filed = load_config(Config, argv)
+        notes = check_config(cfg, typed, filed)
+        if cfg.dry_run:
+            dry_run(cfg, notes, batch_arithmetic(cfg), int(os.environ.get("WORLD_SIZE", 1)))
+            return 0
         with checkpoint.Signals() as signals:
-            main(config, notes, signals)
+            main(cfg, notes, signals)
         return 0
     except (UserError, ModelError, ContextError) as error:
         print(f"{rank}error: {error}", file=sys.stderr)
