@@ -25,10 +25,11 @@ import envs
 import starpo
 from diagnostics import pass_at_k
 from model import ModelError, load_model, portable
+from record import show
 from rollout import ContextError, Trajectory, collect, validation_episodes
 from settings import UserError, load_config, read_file
 from train import (Config, baselines, check_config, env_makers, keep_memory, make_chat, returns_and_groups,
-                   rollout_metrics, score, set_threads, show)
+                   rollout_metrics, score, set_threads)
 
 
 @dataclass

@@ -360,6 +360,35 @@ def cache_argument(kind):
     return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
+def resolve(path):
+    """What a name of a model stands for: (folder or hub name, that of its base, adapter_config.json or None)."""
+    if os.path.isfile(os.path.join(path, "policy", "config.json")) or os.path.isfile(
+            os.path.join(path, "policy", "adapter_config.json")):
+        path = os.path.join(path, "policy")         # a run's folder, or a checkpoint
+    if not os.path.isfile(os.path.join(path, "adapter_config.json")):
+        return path, path, None
+    with open(os.path.join(path, "adapter_config.json")) as f:
+        adapter = json.load(f)
+    base = adapter["base_model_name_or_path"]
+    if os.path.isdir(os.path.join(path, base)):         # as `save` wrote it
+        base = os.path.normpath(os.path.join(path, base))
+    return path, base, adapter
+
+
+def load_tokenizer(path, base):
+    """The tokenizer of a model, or of its base: an adapter's folder may hold none."""
+    from transformers import AutoTokenizer
+    for folder in (path, base):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            if len(set(tokenizer("a 1 b 2", add_special_tokens=False)["input_ids"])) > 1:
+                return tokenizer
+            problem = "it has no vocabulary"        # transformers makes an empty one up where a folder has none
+        except (OSError, ValueError) as error:
+            problem = error
+    raise ModelError(f"model={path!r} has no usable tokenizer: {problem}")
+
+
 def load_model(path, *, lora_rank=0, critic=False, reference=False, bf16=False, gradient_checkpointing=False):
     """Load a policy and its tokenizer.
 
@@ -368,27 +397,11 @@ def load_model(path, *, lora_rank=0, critic=False, reference=False, bf16=False, 
     lora_rank: 0 trains all weights, else the rank (and alpha) of new adapters on all linear layers.
     Returns (ActorCritic, tokenizer). Raises ModelError with what to change.
     """
-    from transformers import AutoTokenizer
     from transformers.utils import logging
     logging.disable_progress_bar()
-    base, adapter = path, None
-    if os.path.isfile(os.path.join(path, "adapter_config.json")):
-        with open(os.path.join(path, "adapter_config.json")) as f:
-            adapter = json.load(f)
-        base = adapter["base_model_name_or_path"]
-        if os.path.isdir(os.path.join(path, base)):         # as `save` wrote it
-            base = os.path.normpath(os.path.join(path, base))
+    path, base, adapter = resolve(path)
     lm = load_causal_lm(base, torch.bfloat16 if bf16 and lora_rank else torch.float32)
-    for folder in (path, base):     # an adapter folder may hold no tokenizer
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(folder)
-            if len(set(tokenizer("a 1 b 2", add_special_tokens=False)["input_ids"])) > 1:
-                break
-            problem = "it has no vocabulary"        # transformers makes an empty one up where a folder has none
-        except (OSError, ValueError) as error:
-            problem = error
-    else:
-        raise ModelError(f"model={path!r} has no usable tokenizer: {problem}")
+    tokenizer = load_tokenizer(path, base)
     if adapter:
         from peft import PeftModel
         kind, rank = adapter.get("peft_type"), adapter.get("r")
@@ -410,9 +423,9 @@ def load_model(path, *, lora_rank=0, critic=False, reference=False, bf16=False, 
     return policy, tokenizer
 
 
-def load_causal_lm(path, dtype):
-    """Load a decoder that this code trains exactly; refuse any other with the reason."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def load_config(path):
+    """The config of a decoder that this code trains exactly; any other is refused with the reason."""
+    from transformers import AutoConfig
     try:
         config = AutoConfig.from_pretrained(path)
     except Exception as error:      # transformers raises OSError, ValueError, and the hub's own kinds
@@ -428,6 +441,13 @@ def load_causal_lm(path, dtype):
     if kinds - {"full_attention", "sliding_attention"} or getattr(text, "state_size", None):
         raise ModelError(f"model={path!r} ({config.model_type}) keeps a recurrent state ({sorted(kinds)}): its "
                          f"cache can't be re-aligned between turns. An attention-only decoder is needed.")
+    return config
+
+
+def load_causal_lm(path, dtype):
+    """Load a decoder in a dtype."""
+    from transformers import AutoModelForCausalLM
+    load_config(path)
     try:
         lm = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError) as error:

@@ -54,8 +54,9 @@ def read_lines(path, notes):
 
 
 def parsed(text):
+    """JSON as Python has it, None for what is none; NaN and Infinity, which a browser would not read, become text."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=str)
     except ValueError:
         return None
 
@@ -325,9 +326,11 @@ def gather(paths):
     configs = [{k: v for k, v in line[0]["config"].items() if k not in OWN} for line in lines]
     differ = sorted({k for c in configs for k in c if any(c.get(k) != other.get(k) for other in configs)})
     worlds_of = lambda run: {e["env"] for f in run["files"] for e in f["episodes"]}
-    return {"lines": [{"name": line_name([run["name"] for run in line]), "runs": [run["name"] for run in line],
-                       "facts": facts(line), "config": config, "differ": {k: config[k] for k in differ if k in config}}
-                      for line, config in zip(lines, configs)],
+    members = [[run["name"] for run in line] for line in lines]
+    names = [line_name(own) for own in members]
+    return {"lines": [{"name": name if names.count(name) == 1 else ", ".join(own), "runs": own, "facts": facts(line),
+                       "config": config, "differ": {k: config[k] for k in differ if k in config}}
+                      for name, own, line, config in zip(names, members, lines, configs)],
             "charts": charts(lines),
             "traps": [{"line": i, "run": run["name"], "spans": spans} for i, line in enumerate(lines) for run in line
                       if (spans := verdicts(run["metrics"]))],

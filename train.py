@@ -20,7 +20,6 @@ import math
 import os
 import re
 import resource
-import shlex
 import sys
 import time
 from dataclasses import dataclass, field
@@ -33,8 +32,10 @@ import checkpoint
 import diagnostics
 import envs
 import starpo
-from model import ModelError, load_model, portable
-from rollout import (Chat, ContextError, collect, free_memory, make_batch, micro_batches, segments, train_episodes,
+from dryrun import dry_run
+from model import ModelError, load_model
+from record import check_trackers, episode_record, log_line, model_card, start_trackers, track
+from rollout import (Chat, ContextError, collect, free_memory, make_batch, micro_batches, train_episodes,
                      validation_episodes)
 from settings import UserError, load_config
 
@@ -49,6 +50,7 @@ class Config:
     lora_rank: int = 64                 # rank = alpha on all linear layers (8 .. 128); 0 = train all weights
     seed: int = 0                       # tasks, luck and sampling noise of training; evaluation has its own
     out_dir: str = "runs/default"       # must not hold a run yet, but for resume
+    dry_run: bool = False               # print settings, a prompt and the memory needed; load no weights, write nothing
     device: str = ""                    # "" = CUDA if there is one, else CPU; or "cuda", "cpu"
 
     # how long, how often
@@ -58,6 +60,7 @@ class Config:
     eval_temperature: float = 0.5       # 0 = most likely token
     log_every: int = 1                  # iterations per printed line
     log_rollouts_every: int = 10        # iterations per file of sample episodes in out_dir/rollouts
+    track: str = ""                     # tensorboard, wandb or trackio, several with commas; "" = the files alone
     log_rollouts: int = 8               # episodes in such a file, and of each evaluation; 0 = none
 
     # rollout
@@ -187,6 +190,7 @@ def check_config(cfg, typed=(), filed=()):
     need(cfg.kl_kind in ("k2", "k3"), "kl_kind", "k2 or k3 (k1 has no gradient in a loss)")
     need(cfg.loss_divisor in starpo.DIVISORS, "loss_divisor", "one of " + ", ".join(starpo.DIVISORS))
     need(cfg.action_sep.strip() != "", "action_sep", "some visible text")
+    check_trackers(cfg.track)
     need(cfg.device in ("", "cpu", "cuda"), "device", "'', 'cpu' or 'cuda'")
     if cfg.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device='cuda' was asked for, but PyTorch sees no CUDA device. Leave device='' for the CPU, "
@@ -384,13 +388,6 @@ def roll_out(policy, chat, makers, cfg, accelerator, it):
     return trajectories, errors
 
 
-def episode_record(t, iteration, env, tokenizer):
-    """A trajectory as a dict for JSON; its segments are [text, whether the policy sampled it] in turn."""
-    return {"iter": iteration, "env": env, "group": t.group, "member": t.member, "success": t.success,
-            "return": t.traj_return, "turn_rewards": t.turn_rewards, "format_ok": t.format_ok, "actions": t.actions,
-            "truncated": t.truncated, "messages": t.messages, "segments": segments(t, tokenizer)}
-
-
 def less_memory(step, work, cfg, device):
     """Run work(); where memory runs out, halve this rank's micro-batches of the step and run it again.
 
@@ -407,32 +404,6 @@ def less_memory(step, work, cfg, device):
         step.batches = [half for b in step.batches for half in b.halves()]
         cfg.micro_batch_tokens = max(1, cfg.micro_batch_tokens // 2)
         free_memory(device, f"micro_batch_tokens={cfg.micro_batch_tokens}")
-
-
-def command(cfg):
-    """The command line of a run: the settings that differ from the defaults, but for its own folder."""
-    default, mine = dataclasses.asdict(Config()), dataclasses.asdict(cfg) | {"model": portable(cfg.model, os.curdir)}
-    words = [shlex.quote(f"--{k}={v}") for k, v in mine.items() if v != default[k] and k != "out_dir"]
-    return " ".join(["accelerate launch train.py", *words])
-
-
-def show(x):
-    return "n/a" if x is None else f"{x:.3f}"
-
-
-def model_card(cfg, metrics):
-    """What a saved policy is, in Markdown: its task, how it was made, how good it is."""
-    keys = ("success", "random", "optimal", "score")
-    rows = [[name, *(show(metrics[f"eval/{name}/{k}"]) for k in keys)]
-            for name in env_makers(cfg) if f"eval/{name}/success" in metrics]
-    lines = [f"# A policy for {cfg.env}", "", f"Trained with StarPO by nanoRAGEN, iteration {metrics['iter']} of", "",
-             f"    {command(cfg)}", ""]
-    if rows:
-        lines += [f"On {cfg.eval_tasks} held-out tasks, one episode each at temperature {cfg.eval_temperature:g}; score = "
-                  f"(success - random) / (optimal - random):", ""]
-        lines += ["| " + " | ".join(row) + " |" for row in [["task", *keys], ["---"] * 5, *rows]] + [""]
-    return "\n".join([*lines, f"Its prompts are those of `rollout.Chat` and `rollout.user_message` with think={cfg.think}, "
-                      f"terse={cfg.terse}."])
 
 
 def reduce_gradients(parameters, accelerator):
@@ -676,30 +647,6 @@ def rollout_metrics(trajectories, spread):
             "sampled_tokens": sampled} | diagnostics.reasoning_health(*zip(*responses))
 
 
-def log_line(m, makers):
-    """One line for people; the file has everything."""
-    parts = [f"iter {m['iter']:4d}"]
-    if "success" in m:
-        parts += [f"{label} {show(m[key])}" for label, key in (
-            ("success", "success"), ("return", "traj_return"), ("std", "group_reward_std"), ("entropy", "entropy"),
-            ("grad", "grad_norm"))]
-        if not m["optimizer_steps"]:
-            parts.append("NO GROUP KEPT: no update")
-        if m["skipped_steps"]:
-            parts.append(f"SKIPPED {m['skipped_steps']} STEP(S): the loss or a gradient was not finite")
-        if m["env_errors"]:
-            parts.append(f"{m['env_errors']} EPISODE(S) ENDED IN AN ERROR")
-        if m["health"] != "ok":
-            parts.append(f"{m['health'].upper()}: {', '.join(m['health_signs'])}")
-        parts += [f"rollout {m['rollout_s']:.1f} s", f"update {m['update_s']:.1f} s"]
-    for name in makers:
-        if f"eval/{name}/success" in m:
-            e = [show(m[f"eval/{name}/{k}"]) for k in ("success", "random", "optimal", "score")]
-            label = f"eval {name}" if len(makers) > 1 else "eval"
-            parts.append("{} success {} (random {}, optimal {}, score {})".format(label, *e))
-    return " | ".join(parts)
-
-
 # ---------------------------------------------------------------------------------------------- the loop
 
 def main(cfg, notes=(), signals=None):
@@ -716,6 +663,7 @@ def main(cfg, notes=(), signals=None):
     # CUDA or the CPU, whatever accelerate would choose; bf16 is model.py's business, whatever it has on file.
     # Ranks may run unequal numbers of forward passes, so none of them may wait for the others' buffers.
     accelerator = Accelerator(cpu=cfg.device == "cpu" or not torch.cuda.is_available(), mixed_precision="no",
+                              log_with=check_trackers(cfg.track) or None, project_dir=cfg.out_dir if cfg.track else None,
                               kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False),
                                                InitProcessGroupKwargs(timeout=timedelta(seconds=cfg.rank_timeout))])
     set_threads()
@@ -788,8 +736,8 @@ def main(cfg, notes=(), signals=None):
                                                              model_card(asked, metrics)), size)
             checkpoint.prune(cfg.out_dir, cfg.keep_last, top["iter"])
 
-    def finish(metrics, last):
-        """Evaluate and save where it is due, write the line of metrics, print it."""
+    def finish(metrics, last, sample=()):
+        """Evaluate and save where it is due, write the line of metrics, print it. sample: records of episodes."""
         nonlocal top
         it, records, failed = metrics["iter"], [], []
         due = cfg.eval_every and (it % cfg.eval_every == 0 or last)
@@ -812,6 +760,11 @@ def main(cfg, notes=(), signals=None):
         if records:
             name = in_out("rollouts", f"eval_{it:06d}.jsonl")
             write("episodes", name, lambda: checkpoint.Lines(name).add(*records))
+        if cfg.track:
+            if not accelerator.trackers:
+                start_trackers(cfg, settings, accelerator)
+            if is_main:
+                track(accelerator, metrics, records or sample)
         if is_main and (due or it % cfg.log_every == 0):
             say(log_line(metrics, makers))
         if it and (due or last):
@@ -886,11 +839,12 @@ def main(cfg, notes=(), signals=None):
             metrics["template_s"] = time.perf_counter() - tick
         fired = dict(trap.first)
         metrics |= {"health": trap.update(metrics), "health_signs": trap.signs}
-        if cfg.log_rollouts and (it == 1 or it % cfg.log_rollouts_every == 0):
-            sample = trajectories[::max(1, len(trajectories) // cfg.log_rollouts)][:cfg.log_rollouts]
+        sample = []
+        if is_main and cfg.log_rollouts and (it == 1 or it % cfg.log_rollouts_every == 0):
+            spread = trajectories[::max(1, len(trajectories) // cfg.log_rollouts)][:cfg.log_rollouts]
+            sample = [episode_record(t, it, list(makers)[t.group % len(makers)], tokenizer) for t in spread]
             path = os.path.join(cfg.out_dir, "rollouts", f"iter_{it:06d}.jsonl")
-            write("episodes", path, lambda: checkpoint.Lines(path).add(*(
-                episode_record(t, it, list(makers)[t.group % len(makers)], tokenizer) for t in sample)))
+            write("episodes", path, lambda: checkpoint.Lines(path).add(*sample))
         if empty >= cfg.empty_stop:
             stop = f"no group was kept for {empty} iterations in a row, so nothing is left to learn from here"
         elif metrics["health"] == "collapse" and cfg.on_collapse == "stop":
@@ -899,7 +853,7 @@ def main(cfg, notes=(), signals=None):
             fault = (f"{in_a_row} optimizer steps in a row were skipped, since the loss or a gradient was not finite "
                      f"(max_skipped={cfg.max_skipped}). The weights are those from before them. Lower lr or temperature, "
                      f"or look at the environment's rewards in rollouts/")
-        metrics = finish(metrics, last=bool(stop) or it == cfg.max_iters)
+        metrics = finish(metrics, bool(stop) or it == cfg.max_iters, sample)
         done = it
         for level in ("warn", "collapse"):
             if fired[level] is None and trap.first[level] is not None:
@@ -920,6 +874,9 @@ def main(cfg, notes=(), signals=None):
         say(f"stopped by {signals.name or 'a signal to another rank'} {where}")
     elif done >= cfg.max_iters > 0 and not metrics:
         say(f"the run is finished: {done} iterations of max_iters={cfg.max_iters}. A larger max_iters goes on from here")
+    if done and is_main:
+        say(f"{cfg.out_dir} holds metrics.jsonl, rollouts/, checkpoints/ and policy/. To see it: python report.py "
+            f"{cfg.out_dir}; to test it: python eval.py --policy {cfg.out_dir}")
     accelerator.wait_for_everyone()     # no rank takes its connections away while another still writes
     accelerator.end_training()
     return metrics
@@ -932,10 +889,13 @@ def run(argv):
         return 0
     rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
     try:
-        config, typed, filed = load_config(Config, argv)
-        notes = check_config(config, typed, filed)
+        cfg, typed, filed = load_config(Config, argv)
+        notes = check_config(cfg, typed, filed)
+        if cfg.dry_run:
+            dry_run(cfg, notes, batch_arithmetic(cfg), int(os.environ.get("WORLD_SIZE", 1)))
+            return 0
         with checkpoint.Signals() as signals:
-            main(config, notes, signals)
+            main(cfg, notes, signals)
         return 0
     except (UserError, ModelError, ContextError) as error:
         print(f"{rank}error: {error}", file=sys.stderr)

@@ -31,10 +31,10 @@ def figures(lines):
 
 
 def contents(folder):
-    """{relative name: bytes} of all files in a folder, but for those that hold seconds."""
+    """{relative name: bytes} of all files in a folder, but for those that hold seconds or settings."""
     paths = [os.path.join(f, name) for f, _, names in os.walk(folder) for name in names]
     return {os.path.relpath(p, folder): open(p, "rb").read() for p in paths
-            if not p.endswith(("state.json", "config.json", "manifest.json", "metrics.jsonl"))}
+            if not p.endswith(("state.json", "config.json", "manifest.json", "metrics.jsonl", "README.md"))}
 
 
 # ---------------------------------------------------------------------------------------------- resume
@@ -454,12 +454,19 @@ def test_logits_that_are_not_finite_are_sampled_without_a_crash(tmp_path, monkey
     assert last["skipped_steps"] == 1 and len(lines) == 2
 
 
+MEMORY = ["--max_iters=1", "--eval_every=0", "--prompts_per_iter=4", "--algo=ppo", "--kl_coef=0.01",
+          "--updates_per_rollout=2", "--micro_batch_tokens=1000"]
+
+
+@pytest.fixture(scope="module")
+def enough_memory(tmp_path_factory):
+    """The metrics of a run that has all the memory that it needs."""
+    return run_tiny(tmp_path_factory.mktemp("memory"), "tiny_frozenlake", *MEMORY)[1]
+
+
 @pytest.mark.parametrize("where, k", [("rollout", 1), ("rollout", 7), ("prepare", 1), ("prepare", 3), ("update", 2), ("backward", 2)])
-def test_out_of_memory_changes_no_result(tmp_path, monkeypatch, capsys, where, k):
+def test_out_of_memory_changes_no_result(enough_memory, tmp_path, monkeypatch, capsys, where, k):
     """At the k-th pass of a rollout or an update memory runs out: half the rows at once, the same metrics."""
-    words = ["--max_iters=2", "--eval_every=0", "--prompts_per_iter=4", "--algo=ppo", "--kl_coef=0.01",
-             "--updates_per_rollout=2", "--micro_batch_tokens=1000"]
-    _, want = run_tiny(tmp_path / "want", "tiny_frozenlake", *words)
     real = {"rollout": rollout.Rows.feed, "backward": torch.Tensor.backward}.get(where, model.ActorCritic.forward)
     calls = [0]
 
@@ -473,10 +480,10 @@ def test_out_of_memory_changes_no_result(tmp_path, monkeypatch, capsys, where, k
         return real(*args, **kwargs)
     owner, name = {"rollout": (rollout.Rows, "feed"), "backward": (torch.Tensor, "backward")}.get(where, (model.ActorCritic, "forward"))
     monkeypatch.setattr(owner, name, fail)
-    _, got = run_tiny(tmp_path / "got", "tiny_frozenlake", *words)
+    _, got = run_tiny(tmp_path / "got", "tiny_frozenlake", *MEMORY)
     change = "rollout_batch=16" if where == "rollout" else "micro_batch_tokens=500"
     assert f"note: out of memory; going on with {change}" in capsys.readouterr().err and calls[0] > k
-    for one, two in zip(figures(want), figures(got)):
+    for one, two in zip(figures(enough_memory), figures(got)):
         assert one.keys() == two.keys()
         for key, value in one.items():
             assert two[key] == (pytest.approx(value, rel=1e-3, abs=1e-5) if isinstance(value, float) else value), key
@@ -546,7 +553,7 @@ def test_an_environment_that_raises(tmp_path, monkeypatch, capsys, breaks, messa
     assert all(message in e["error"] and "Traceback" in e["error"] for e in errors)
     out = capsys.readouterr().out
     assert f"{len(broken)} EPISODE(S) ENDED IN AN ERROR" in out and "tracebacks in" in out
-    assert lines[0]["eval/Fragile/success"] <= 14 / 16 and lines[0]["eval/Fragile/random"] is None
+    assert lines[0]["eval/Fragile/success"] <= 14 / 16 and (breaks == "nan" or lines[0]["eval/Fragile/random"] is None)
     monkeypatch.setattr(Fragile, "breaks", "")
     whole, _ = run_tiny(tmp_path / "whole", "tiny_bandit", *words)
     assert whole["env_errors"] == 0 and whole["success"] != last["success"]

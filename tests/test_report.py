@@ -19,13 +19,13 @@ LAKE = {"env": "FrozenLakeNoSlip", "algo": "grpo", "lr": 1e-3}
 # ---------------------------------------------------------------------------------------------- runs written by hand
 
 def lake_episode(group, success, thought="go", fed="<think>", **changes):
-    """One turn on a lake whose goal stands in column `group`, as train.episode_record writes it."""
+    """One turn on a lake whose goal stands in column `group`, as record.py writes it."""
     grid = "\n".join(("P___", "_O__", "____", "".join("G" if i == group % 4 else "_" for i in range(4))))
     said = f"{thought}</think><answer>Down</answer>"
-    return {"iter": 1, "env": "FrozenLakeNoSlip", "group": group, "member": 0, "success": success, "return": float(success),
-            "turn_rewards": [float(success)], "format_ok": [True], "actions": [["Down"]], "truncated": False,
-            "messages": [{"role": "user", "content": f"FrozenLake\n{grid}\n10"},
-                         {"role": "assistant", "content": "<think>" + said}],
+    return {"iter": 1, "env": "FrozenLakeNoSlip", "group": group, "member": 0, "success": success,
+            "return": float(success), "turn_rewards": [float(success)], "format_ok": [True], "actions": [["Down"]],
+            "truncated": False, "messages": [{"role": "user", "content": f"FrozenLake\n{grid}\n10"},
+                                            {"role": "assistant", "content": "<think>" + said}],
             "segments": [[f"<|user|>FrozenLake\n{grid}\n10<|assistant|>{fed}", False], [said + "<|end|>", True]], **changes}
 
 
@@ -72,11 +72,12 @@ def test_seeds_of_one_config_are_one_line(tmp_path):
     runs = [write_run(tmp_path / f"lake_{seed}", [{"iter": 1, "entropy": x}, {"iter": 2, "entropy": y}],
                       {**LAKE, "seed": seed, "out_dir": f"runs/lake_{seed}"})
             for seed, (x, y) in enumerate([(0.5, None), (0.25, 0.5), (0.75, float("nan"))])]
-    runs.append(write_run(tmp_path / "other", [{"iter": 1, "entropy": 1.0}], {**LAKE, "lr": 1e-4}))
+    runs.append(write_run(tmp_path / "other", [{"iter": 1, "entropy": 1.0}], {**LAKE, "lr": 1e-4, "grad_clip": float("inf")}))
     data = report.gather(runs)
     assert [(line["name"], line["runs"]) for line in data["lines"]] == [
         ("lake", ["lake_0", "lake_1", "lake_2"]), ("other", ["other"])]
-    assert [line["differ"] for line in data["lines"]] == [{"lr": 1e-3}, {"lr": 1e-4}]
+    assert [line["differ"] for line in data["lines"]] == [
+        {"lr": 1e-3}, {"lr": 1e-4, "grad_clip": "Infinity"}]         # for which JSON in a browser has no number
     chart, = [chart for chart in data["charts"] if chart["key"] == "entropy"]
     assert chart["series"] == [
         {"line": 0, "x": [1, 2], "mid": [0.5, 0.5], "low": [0.25, 0.5], "high": [0.75, 0.5], "n": [3, 1]},
@@ -293,11 +294,18 @@ def test_it_draws_at_every_width(open_page, name, width):
     for chart, curves in zip(charts, drawn):
         assert [len(d.split("L")) for d, _ in curves] == [len(s["x"]) for s in chart["series"]]
         assert all(re.fullmatch(r"M[\d.,L-]+", d) and inside for d, inside in curves)
-    for view in ("turns", "tokens"):
-        driver.execute_script("document.querySelector(`[value=${arguments[0]}]`)?.click()", view)
-        for details in driver.find_elements("css selector", "details"):
-            driver.execute_script("arguments[0].open = true", details)
-        assert driver.execute_script("return document.documentElement.scrollWidth - innerWidth") <= 0, view
+    too_wide = driver.execute_script("""const found = [];
+        for (const view of ["turns", "tokens"])
+            for (const select of document.querySelectorAll("#task, #compare-task"))
+                for (const option of select.options) {
+                    document.querySelector(`[value=${view}]`).click();
+                    select.value = option.value;
+                    select.dispatchEvent(new Event("change"));
+                    document.querySelectorAll("details").forEach(details => details.open = true);
+                    if (document.documentElement.scrollWidth > innerWidth) found.push([view, select.id, option.value]);
+                }
+        return found""")
+    assert too_wide == []
 
 
 def test_seeds_bands_levels_and_marks(open_page):
@@ -357,7 +365,8 @@ def test_the_same_task_side_by_side(open_page):
             choose(driver, name, value)
         evaluations = {str(f["iter"]): f for f in data_of(driver)["runs"][0]["files"] if f["kind"] == "eval"}
         shown = [driver.execute_script(grids, side) for side in ("left", "right")]
-        assert shown[0] == shown[1] == ["grid P___ / _O__ / ____ / " + "".join("G" if i == int(task) else "_" for i in range(4))]
+        goal = "".join("G" if i == int(task) else "_" for i in range(4))
+        assert shown[0] == shown[1] == [f"grid P___ / _O__ / ____ / {goal}"]
         assert texts(driver, "#beside .outcome b") == [
             "✓ success" if evaluations[i]["episodes"][int(task)]["success"] else "✗ failure" for i in (early, late)]
 
@@ -384,7 +393,8 @@ def test_tokens_and_turns_of_a_real_run(open_page, pages):
         assert len(driver.find_elements("css selector", "#episode .world .cell")) == 16 * len(line["turn_rewards"])
         driver.execute_script("document.querySelector('[value=tokens]').click()")
         assert texts(driver, "#episode .text") == ["".join(text for text, _ in line["segments"])]
-        assert "".join(texts(driver, "#episode .trained")) == "".join(text for text, trained in line["segments"] if trained)
+        trained = [text for text, is_trained in line["segments"] if is_trained]
+        assert "".join(texts(driver, "#episode .trained")) == "".join(trained)
 
 
 def test_dark_and_light(open_page):

@@ -24,7 +24,7 @@ from settings import UserError, load_config
 from train import Config, check_config, micro_batches
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-FILES = ("train", "rollout", "envs", "starpo", "model", "checkpoint", "diagnostics", "settings", "sft", "bench", "study",
+FILES = ("train", "rollout", "envs", "starpo", "model", "checkpoint", "record", "dryrun", "diagnostics", "settings", "sft", "bench", "study",
          "eval", "report")
 
 
@@ -149,11 +149,12 @@ def test_every_setting_is_read():
 def test_imports_go_one_way():
     """envs, model and starpo import no file of the project, rollout and settings at most envs; nothing but scripts import train."""
     allowed = {"envs": set(), "model": set(), "starpo": set(), "rollout": {"envs"}, "settings": {"envs"},
-               "diagnostics": {"rollout"}, "train": {"envs", "model", "starpo", "rollout", "checkpoint", "diagnostics",
-                                               "settings"}, "checkpoint": set(),
+               "diagnostics": {"rollout"}, "train": {"envs", "model", "starpo", "rollout", "checkpoint", "record", "dryrun", "diagnostics",
+                                               "settings"}, "checkpoint": set(), "record": {"model", "rollout", "settings"},
+               "dryrun": {"envs", "model", "rollout", "starpo", "train"},
                "bench": {"envs", "model", "rollout", "settings", "train"}, "study": {"starpo", "settings"},
                "report": {"envs", "settings"}, "sft": {"envs", "model", "rollout", "settings", "train"},
-               "eval": {"diagnostics", "envs", "model", "rollout", "settings", "starpo", "train"}}
+               "eval": {"diagnostics", "record", "envs", "model", "rollout", "settings", "starpo", "train"}}
     for name in FILES:
         found = set()
         for node in ast.walk(ast.parse(open(f"{name}.py").read())):
