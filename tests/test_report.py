@@ -325,7 +325,7 @@ def test_reading_a_value_by_keyboard_and_pointer(open_page):
     driver = open_page("many")
     entropy = driver.find_element("css selector", '[data-key="entropy"] svg')
     entropy.send_keys(Keys.HOME, *[Keys.ARROW_RIGHT] * 4)
-    assert driver.find_element("id", "at").text.startswith("iteration 4 · collapse in ")
+    assert driver.find_element("id", "at").text.startswith("iteration 4 · collapse: success has fallen (a_run_")
     assert texts(driver, '[data-key="entropy"] .values span') == ["0.25", "0.25"]           # 1 / 4
     assert entropy.get_attribute("aria-valuetext").startswith("iteration 4: ")
     assert len(driver.find_elements("css selector", ".chart .cursor")) == len(data_of(driver)["charts"])
