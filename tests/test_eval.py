@@ -18,6 +18,7 @@ from helpers import make_lm, make_tokenizer, one_pass
 import envs
 import eval as evaluation
 import model
+import record
 import rollout
 import train
 from eval import EvalConfig
@@ -252,10 +253,10 @@ def test_card(runs, tmp_path):
         env_args={"size": 5}, action_sep="; ", lr=1e-7, grad_clip=float("inf"), think=False)
     assert train.dataclasses.asdict(again) | {"out_dir": ""} == json.load(
         open(os.path.join(runs["lora"], "config.json"))) | {"out_dir": "", "model": "assets/tiny"}
-    assert load_config(train.Config, shlex.split(train.command(with_args))[3:])[0] == with_args
+    assert load_config(train.Config, shlex.split(record.command(with_args))[3:])[0] == with_args
     policy = model.ActorCritic(make_lm())
     policy.config.name_or_path = "Qwen/Qwen2.5-0.5B-Instruct"
-    policy.save(str(tmp_path / "p"), make_tokenizer(), train.model_card(train.Config(), {"iter": 3}))
+    policy.save(str(tmp_path / "p"), make_tokenizer(), record.model_card(train.Config(), {"iter": 3}))
     card = (tmp_path / "p/README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\nbase_model: Qwen/Qwen2.5-0.5B-Instruct\n---\n")
     assert "accelerate launch train.py\n" in card and "held-out" not in card
