@@ -91,8 +91,8 @@ def fill(cfg, run, given):
 def check(cfg, given):
     """Refuse impossible settings, by train.check_config's rules where it has the same."""
     if not cfg.envs:
-        raise UserError(f"policy={cfg.policy!r} comes from no run that would name its task: set --envs, of "
-                        f"{', '.join(envs.ENVS)}")
+        raise UserError(f"policy={cfg.policy!r} is no run's folder, so nothing names its task: check the path, or set "
+                        f"--envs, of {', '.join(envs.ENVS)}")
     if cfg.samples < 1:
         raise UserError(f"samples must be at least 1, got {cfg.samples}")
     same = {f.name for f in dataclasses.fields(Config)} & {f.name for f in dataclasses.fields(cfg)}
@@ -195,6 +195,8 @@ def figures(played, base, samples):
     text = {}
     if played[0].messages:      # random and optimal play have no text to count
         text = rollout_metrics(played, starpo.group_stats(*returns_and_groups(played))[2])
+        if samples == 1:        # nothing stands beside an episode that it could be compared with
+            text |= dict.fromkeys(("group_reward_std", "frac_zero_std_groups", "distinct_frac"))
     powers = [2 ** i for i in range(samples.bit_length())]
     at_k = {k: pass_at_k(success, [t.group for t in played], k) for k in sorted({*powers, samples})}
     return text | {"success": mean, "interval": interval(task_means(played, samples), samples), "random": base[0],

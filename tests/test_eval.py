@@ -118,6 +118,7 @@ def test_equals_the_run(runs, kind, tmp_path):
     x = got["policy"]["tasks"]["Bandit"]
     assert {k: x[k] for k in ("success", "random", "optimal", "score")} == {
         k: want[f"eval/Bandit/{k}"] for k in ("success", "random", "optimal", "score")}
+    assert x["group_reward_std"] is None and x["turns"] == 1
     assert got["policy"]["settings"]["eval_tasks"] == 32 and got["policy"]["settings"]["terse"] is True
     checkpoint = tmp_path / "checkpoints" / "iter_000002"
     checkpoint.mkdir(parents=True)
@@ -215,7 +216,7 @@ def test_registered_file(tmp_path):
 
 @pytest.mark.parametrize("words, message", [
     ([], "say which policy"),
-    (["--policy=assets/tiny"], "comes from no run that would name its task: set --envs"),
+    (["--policy=assets/tiny"], "is no run's folder, so nothing names its task: check the path, or set --envs"),
     (["--policy=assets/tiny", "--envs=FrozenLak"], "did you mean FrozenLake"),
     (["--policy=nowhere/at_all", "--envs=Bandit"], "'nowhere/at_all' is no local folder"),
     (["--policy=assets/tiny", "--envs=Bandit", "--out_dir=configs"], "out_dir='configs' already holds files"),
