@@ -64,7 +64,7 @@ PLAYERS = ("random", "optimal")         # policies without a model
 SHARED = ("eval_tasks", "temperature", "max_turns", "max_actions", "max_actions_per_turn", "env_args")
 Z = statistics.NormalDist().inv_cdf(0.975)
 PLACES = ("policy", "compare", "register", "out_dir", "merge", "device")       # of this machine: not in results.json
-LOGGED = ("turn_rewards", "actions", "format_ok", "truncated", "messages")      # of a Trajectory, where it has them
+LOGGED = ("turn_rewards", "actions", "format_ok", "truncated", "messages", "error")      # of a Trajectory
 
 
 # ---------------------------------------------------------------------------------------------- settings
@@ -151,7 +151,7 @@ def write_episodes(path, name, played):
     with open(path, "w", encoding="utf-8") as f:
         for t in played:
             f.write(json.dumps({"env": name, "task": t.group, "member": t.member, "success": t.success,
-                                "return": t.traj_return, **{k: vars(t)[k] for k in LOGGED if k in vars(t)}}) + "\n")
+                                "return": t.traj_return, **{k: getattr(t, k) for k in LOGGED}}) + "\n")
 
 
 # ---------------------------------------------------------------------------------------------- figures

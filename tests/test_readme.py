@@ -35,6 +35,9 @@ HOW = {
     "python train.py --help": "",
     "python dryrun.py": "",
     "python envs.py FrozenLake --seed 3": "< /dev/null",
+    "python eval.py --policy runs/tiny_frozenlake --envs FrozenLakeNoSlip,Sokoban,SokobanNewVocab,LargerSokoban,FrozenLake,Bandit "
+    "--out_dir=runs/tiny_frozenlake/eval": "--eval_tasks=4",
+    "python eval.py --policy runs/tiny_frozenlake --merge runs/tiny_frozenlake/merged": "",
     "python report.py runs/tiny_sokoban": "",
     "python report.py runs/a_0 runs/a_1 runs/b --out=report.html": "",
     "python study.py algorithms --jobs=2": LONG,
