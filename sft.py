@@ -21,7 +21,7 @@ import torch
 import envs
 from model import ActorCritic, ModelError, load_model
 from rollout import SYSTEM, Chat, Episode, Game, make_batch, micro_batches
-from settings import UserError, load_config
+from settings import UserError, load_config, read_file
 from train import keep_memory, set_threads
 
 
@@ -29,6 +29,7 @@ from train import keep_memory, set_threads
 class SftConfig:
     model: str = ""                     # "" = a new model of about 1 M parameters with its own tokenizer
     out_dir: str = "runs/sft"           # the folder the model is saved to
+    register: str = ""                  # a Python file that adds names to envs.ENVS, as a run's config file may
     tasks: str = "Sokoban:0.6,FrozenLakeNoSlip:0.35,Bandit:0.05"   # name:share of the episodes[:noise]
     steps: int = 2000                   # optimizer steps
     batch: int = 32                     # episodes per step
@@ -161,6 +162,8 @@ def train_step(policy, episodes, cfg, device):
 
 def main(cfg):
     """Train and save; return each step's loss on the played tokens, nats."""
+    if cfg.register:
+        read_file(cfg.register)
     names, shares, noises = read_tasks(cfg.tasks, cfg.noise)
     set_threads()
     keep_memory()
