@@ -669,7 +669,11 @@ def main(cfg, notes=(), signals=None):
     set_threads()
     keep_memory()
     device, is_main = accelerator.device, accelerator.is_main_process
-    say = lambda text: tqdm.write(text) if is_main else None
+
+    def say(text):
+        if is_main:
+            tqdm.write(text)
+            sys.stdout.flush()      # a log file is read while it grows
     check_out_dir(cfg)
     saved = shared_from_main(checkpoint.newest(cfg.out_dir, say) if is_main and cfg.resume else None, accelerator)
     if saved:
