@@ -721,21 +721,31 @@ def main(cfg, notes=(), signals=None):
         lines, errors_log = (checkpoint.Lines(os.path.join(cfg.out_dir, name), done if state else -1)
                              for name in ("metrics.jsonl", "errors.jsonl"))
 
+    written = {saved}       # checkpoints of this process, and that it comes from; config.json once it is there
+
     def write(what, path, work, size=0):
         """Do work(), on rank 0; where the disk refuses it, say so and go on with the run."""
         try:
             if is_main:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 work()
+                written.add(path)
         except checkpoint.WRITE_ERRORS as error:
             say(checkpoint.refusal(what, path, error, size))
 
+    def write_settings():
+        """Write config.json, once: not before the first result, so that a run that never starts leaves nothing behind."""
+        path = os.path.join(cfg.out_dir, "config.json")
+        if path not in written:
+            write("settings", path, lambda: checkpoint.write_text(path, json.dumps(settings, indent=2)))
+
     def save(it, metrics):
         """Write the checkpoint of iteration it, unless it is there."""
+        write_settings()
         path = checkpoint.folder_of(cfg.out_dir, it)
         loop = {"iter": it, "time_s": time.perf_counter() - start, "empty": empty, "top": top, "trap": trap.state_dict()}
         size = checkpoint.size_of(policy, optimizer)
-        if is_main and not (os.path.isdir(path) and path == saved):
+        if is_main and path not in written:
             write("checkpoint", path, lambda: checkpoint.save(path, policy, tokenizer, optimizer, loop, settings,
                                                              model_card(asked, metrics)), size)
             checkpoint.prune(cfg.out_dir, cfg.keep_last, top["iter"])
@@ -756,9 +766,7 @@ def main(cfg, notes=(), signals=None):
             top = {"iter": it, "success": success} if is_best else top
         metrics["time_s"] = time.perf_counter() - start
         in_out = lambda *names: os.path.join(cfg.out_dir, *names)
-        if is_main and not lines.size:      # only now: a run that never starts leaves nothing behind
-            write("settings", in_out("config.json"), lambda: checkpoint.write_text(
-                in_out("config.json"), json.dumps(settings, indent=2)))
+        write_settings()
         report_errors(it, failed)
         write("metrics", in_out("metrics.jsonl"), lambda: lines.add(metrics))
         if records:

@@ -297,6 +297,19 @@ def test_a_signal_stops_the_run_whole(tmp_path, capsys, monkeypatch, number, whe
     assert read("run") == read("whole") and len(read("run")) == 4
 
 
+def test_a_signal_before_anything_is_there(tmp_path, capsys, monkeypatch):
+    """In the first rollout of a run without an evaluation there is nothing yet but the start: that is saved and resumed."""
+    words = ["--config", "configs/tiny_bandit.py", "--max_iters=1", "--eval_every=0", "--prompts_per_iter=2",
+             f"--out_dir={tmp_path / 'run'}", "--resume"]
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout, "play_batch", lambda *a: os.kill(os.getpid(), signal.SIGTERM))
+        assert train.run(words) == 0
+    assert "stopped by SIGTERM after iteration 0" in capsys.readouterr().out
+    assert sorted(os.listdir(tmp_path / "run")) == ["checkpoints", "config.json"]
+    assert train.run([*words, "--lr=1e-5"]) == 0 and count_lines(tmp_path / "run/metrics.jsonl") == 1
+    assert json.load(open(tmp_path / "run/config.json"))["lr"] == 1e-5     # the settings of now
+
+
 def test_a_second_signal_exits_at_once():
     """Whoever asks twice doesn't want to wait for anything."""
     code = ("import os, signal, time, checkpoint\nwith checkpoint.Signals() as s:\n os.kill(os.getpid(), signal.SIGTERM)\n"
