@@ -46,7 +46,7 @@ def load_config(cls, argv):
         else:
             typed[name] = parse_value(name, value, fields[name])
     filed = {name: checked(name, value, fields[known(name, fields, path)], path)
-             for name, value in (read_file(path) if path else {}).items()}
+             for name, value in ({} if path is None else read_file(path)).items()}
     return cls(**{**filed, **typed}), set(typed), set(filed)
 
 
@@ -64,7 +64,7 @@ def read_file(path):
         raise UserError(f"config file {path!r} does not exist. There are: {', '.join(near)}")
     try:
         names = runpy.run_path(path)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"config file {path!r} raises {type(error).__name__}: {error}") from None
     return {k: v for k, v in names.items()
             if not k.startswith("_") and not isinstance(v, types.ModuleType) and not callable(v)
@@ -81,14 +81,18 @@ def parse_value(name, text, kind):
         return math.inf
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):     # TypeError: {[]: 1}
         value = text
     return checked(name, value, kind, "the command line")
 
 
 def checked(name, value, kind, path):
-    if kind is float and type(value) is int:
-        value = float(value)
+    try:
+        shown = repr(value)
+        if kind is float and type(value) is int:
+            value = float(value)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise UserError(f"{name} in {path} is too large or too deep to be a setting: {error}") from None
     if type(value) is not kind:
-        raise UserError(f"{name} in {path} must be {kind.__name__}, got {value!r} ({type(value).__name__})")
+        raise UserError(f"{name} in {path} must be {kind.__name__}, got {shown} ({type(value).__name__})")
     return value
