@@ -253,6 +253,7 @@ class Chat:
             chat_template=self.template, tokenize=False, add_generation_prompt=True)
 
     def encode(self, texts):
+        texts = [text.encode(errors="replace").decode() for text in texts]     # no tokenizer takes lone surrogates
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
 
     def first(self, texts):
@@ -701,7 +702,7 @@ class Game:
     def play(self, actions, format_ok, cut=False):
         """Play a turn's actions and word the next message. cut: no stop token within max_new_tokens or context."""
         traj, reward = self.traj, 0.0
-        name = hashlib.blake2b(self.env.state_key(self.observation).encode(), digest_size=8).digest()
+        name = hashlib.blake2b(self.env.state_key(self.observation).encode(errors="replace"), digest_size=8).digest()
         traj.state_keys.append(int.from_bytes(name, "big") >> 1)        # not hash(): the same on every rank
         for action in actions[:self.actions_left]:
             self.observation, r, terminated, truncated, info = self.env.step(action)
