@@ -239,9 +239,10 @@ class Chat:
         if self.open.rstrip().endswith("<think>"):      # a template that opens the thinking itself
             self.prefill = "" if think else "\n</think>\n\n<answer>"
         self.given = self.prefill or "<think>"          # what the parser must put back
+        self.closing = self.encode([self.close])[0][:3]         # where the template's own stop token stands
         # all_special_ids holds only what an attribute names: not Gemma's <end_of_turn>, nor Phi's <|end|>
-        closing = [i for i in self.encode([self.close])[0][:3] if i in tokenizer.added_tokens_decoder][:1]
-        stops = dict.fromkeys([*closing, tokenizer.eos_token_id, *extra_stops])     # the template's own comes first
+        own = [i for i in self.closing if i in tokenizer.added_tokens_decoder][:1]
+        stops = dict.fromkeys([*own, tokenizer.eos_token_id, *extra_stops])     # the template's own comes first
         self.stop_ids = [i for i in stops if i is not None]
         if not self.stop_ids:
             raise ValueError("The tokenizer names no eos token and its chat template closes a turn with none: "
@@ -268,7 +269,8 @@ class Chat:
         last_ids: each response's stop token. Another one than the template's is followed by the template's own.
         """
         feeds = self.encode([self.close + t + self.open + self.prefill for t in texts])
-        return [ids[ids.index(last) + 1:] if last in ids[:3] else ids for ids, last in zip(feeds, last_ids)]
+        return [ids[self.closing.index(last) + 1:] if last in self.closing else ids
+                for ids, last in zip(feeds, last_ids)]
 
     def answer(self, text, thought=""):
         """Ids of a response that gives `text` as its answer, after a thought if it thinks, for supervised play."""
