@@ -659,7 +659,8 @@ def main(cfg, notes=(), signals=None):
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
     asked, signals = dataclasses.replace(cfg), signals or checkpoint.Signals()      # cfg may shrink later: less_memory
-    settings = dataclasses.asdict(asked)
+    # as config.json has them, so that a resumed run can compare: env_args may hold tuples, and functions
+    settings = json.loads(json.dumps(dataclasses.asdict(asked), default=lambda x: getattr(x, "__qualname__", repr(x))))
     # CUDA or the CPU, whatever accelerate would choose; bf16 is model.py's business, whatever it has on file.
     # Ranks may run unequal numbers of forward passes, so none of them may wait for the others' buffers.
     accelerator = Accelerator(cpu=cfg.device == "cpu" or not torch.cuda.is_available(), mixed_precision="no",
