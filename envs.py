@@ -11,7 +11,9 @@ Rules, symbols and rewards are those of arXiv 2504.20073 (§3.2, App. B) unless 
 import argparse
 import difflib
 import functools
+import json
 import operator
+import os
 import re
 import sys
 from fractions import Fraction
@@ -530,6 +532,155 @@ class Countdown(TextEnv):
 
 
 # ------------------------------------------------------------------------------------------------------------
+# Questions and answers from a file of your own: one free-text answer, deterministic
+
+TRAINING_SEEDS = 2 ** 63        # training's task seeds begin here (rollout.train_episodes), evaluation's lie below
+SAMPLE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets", "questions.jsonl")
+NUMBER = re.compile(r"((?<![0-9A-Za-z)])[-−])?\$?"                                              # not the sign of 7-5
+                    r"((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"     # 1,234.50
+                    r"(?:(?: ([0-9]+))?/([0-9]+))?")                                            # 3/4, 1 1/2
+
+
+def last_number(text: str) -> Fraction | None:
+    r"""Return the last number in a text, exactly, or None. $ and % are passed over: 50% is 50. No exponents.
+
+    >>> [str(last_number(text)) for text in ("She pays $1,234.50.", "3/4", "1 1/2 cups", r"\frac{3}{4}", "7-5")]
+    ['2469/2', '3/4', '3/2', '3/4', '5']
+    """
+    text = re.sub(r"(?<=[0-9])\\(?=[dt]?frac\{)", r" \\", text)                  # 2\frac{1}{2} is a mixed number
+    text, found = re.sub(r"\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}", r"\1/\2", text), None
+    for found in NUMBER.finditer(text):
+        pass
+    if found is None or len(found.group()) > MAX_ANSWER:
+        return None
+    sign, value, over, under = found.groups()
+    value, under = Fraction(value.replace(",", "")), int(under or 1)
+    if under == 0:
+        return None
+    value = value + Fraction(int(over), under) if over else value / under
+    return -value if sign else value
+
+
+def same_number(answer: str, gold: str) -> bool:
+    """Whether the last numbers agree: whole ones exactly, others within a millionth of the gold one."""
+    number, right = last_number(answer), last_number(gold)
+    if number is None or right is None:
+        return False
+    exact = number.denominator == right.denominator == 1
+    return number == right if exact else abs(number - right) <= abs(right) / 10 ** 6
+
+
+def same_text(answer: str, gold: str) -> bool:
+    """Whether the texts agree but for case and white space."""
+    return answer.casefold().split() == gold.casefold().split()
+
+
+MATCHES = {"exact": same_text, "numeric": same_number}
+
+
+@functools.lru_cache(maxsize=16)                     # every episode has an instance of its own
+def read_questions(path: str, question: str, answer: str, mark: str, numeric: bool) -> dict[str, tuple[str, str]]:
+    """Read a .jsonl file as {question: (explanation, gold answer)}: what stands before and after the last `mark`.
+
+    A question that comes again keeps its first answer. Raises ValueError that names the line to mend.
+    """
+    questions, shape = {}, f'a line {{"{question}": "...", "{answer}": "..."}} for each question'
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            lines = list(file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"path={path!r} can't be read: {error}. Expected UTF-8 text with {shape}") from None
+    for number, line in enumerate(lines, 1):
+        where = f"{path}, line {number}: "
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{where}no JSON ({error}). Expected {shape}") from None
+        for field in (question, answer):
+            if not isinstance(row, dict) or not isinstance(row.get(field), (str, int, float)):
+                raise ValueError(f"{where}no text or number {field!r} in {line.strip()[:60]!r}. Expected {shape}; "
+                                 f"question= and answer= name the fields")
+        asked, told = str(row[question]).strip(), str(row[answer])
+        thought, _, gold = told.rpartition(mark) if mark else ("", "", told)
+        if not asked or not gold.strip():
+            raise ValueError(f"{where}the question or the answer is empty. Fill it in, or take the line out")
+        if numeric and last_number(gold) is None:
+            raise ValueError(f"{where}no number in the answer {gold.strip()[:60]!r}. Mend it, or take match='exact'")
+        questions.setdefault(asked, (thought.strip(), gold.strip()))
+    return questions
+
+
+@functools.lru_cache(maxsize=16)
+def split_questions(held_out: float | str, path: str, *how) -> tuple[tuple, tuple]:
+    """Return (training, held-out) tuples of (question, explanation, gold answer), with no question in both."""
+    questions = read_questions(path, *how)
+    if isinstance(held_out, str):
+        held = read_questions(held_out, *how)
+    elif 0 < held_out < 1:
+        count = max(2, round(held_out * len(questions)))
+        names, order = list(questions), np.random.default_rng(0).permutation(len(questions))   # in every run alike
+        held = {names[i]: questions[names[i]] for i in order[:count]}
+    else:
+        raise ValueError(f"held_out must be a share between 0 and 1, or the path of another file; got {held_out!r}")
+    parts = tuple(tuple((q, *rest) for q, rest in part.items())
+                  for part in ({q: rest for q, rest in questions.items() if q not in held}, held))
+    if min(map(len, parts)) < 2:
+        raise ValueError(f"path={path!r} with held_out={held_out!r} gives {len(parts[0])} questions to train on and "
+                         f"{len(parts[1])} held out: each needs two or more")
+    return parts
+
+
+class QuestionAnswer(TextEnv):
+    """Answer a question of a .jsonl file, in one turn (GSM8K's files as they are; MetaMath's with other names).
+
+    path: one {"question": ..., "answer": ...} a line; the working directory's if relative; default: a small sample.
+    match: "numeric" (the last numbers agree), "exact" (the texts, but for case and white space), or a function
+    of (answer, gold) that returns the reward; from 1 up it is a success. question, answer: names of the fields.
+    mark: the gold answer is what follows its last occurrence, the whole text without; "" = always the whole.
+    held_out: share of the questions, or another file, for seeds below 2**63, which are evaluation's; the others
+    are for training's. A question of the held-out file is left out of training, too.
+    """
+
+    brief = "Question"
+    instruction = "Answer the question."
+
+    def __init__(self, path: str = SAMPLE, match="numeric", question: str = "question", answer: str = "answer",
+                 mark: str = "####", held_out: float | str = 0.1, instruction: str = ""):
+        if not callable(match) and match not in MATCHES:
+            raise ValueError(f"match must be {' or '.join(map(repr, MATCHES))}, or a function of (answer, gold); "
+                             f"got {match!r}")
+        self.match = MATCHES.get(match, match)
+        self.instruction = instruction or self.instruction
+        self.parts = split_questions(held_out, path, question, answer, mark, match == "numeric")
+
+    def reset(self, seed: int, noise_seed: int = 0) -> str:
+        if seed < 0:
+            raise ValueError(f"seed must be non-negative; got {seed}")
+        self.part = self.parts[seed < TRAINING_SEEDS]
+        self.at = seed % len(self.part)              # so evaluation's seeds, which follow each other, miss none
+        question, self.explanation, self.gold = self.part[self.at]
+        self.done = False
+        return question
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        self.check(action)
+        reward, self.done = float(self.match(action, self.gold)), True
+        return f"Expected: {self.gold}", reward, True, False, {"success": reward >= 1}
+
+    def random_action(self, rng: np.random.Generator) -> str:
+        other = self.at + 1 + rng.integers(len(self.part) - 1)       # another question's answer
+        return self.part[other % len(self.part)][2]
+
+    def optimal_action(self, actions_left: int) -> str:
+        return self.gold
+
+    def thought(self, action: str) -> str:
+        return self.explanation if action == self.gold else ""
+
+
+# ------------------------------------------------------------------------------------------------------------
 # Registry and baselines
 
 ENVS = {
@@ -544,6 +695,7 @@ ENVS = {
     "FrozenLake": FrozenLake,
     "FrozenLakeNoSlip": functools.partial(FrozenLake, p=0.9, slip=0.0),
     "Countdown": Countdown,
+    "QuestionAnswer": QuestionAnswer,      # env_args={"path": "your.jsonl"}
 }
 
 

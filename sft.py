@@ -126,9 +126,9 @@ def play(name, noise, chat, cfg, seed):
 
 
 def corpus(cfg, seeds=200):
-    """Texts for the tokenizer: chats of every registered world, in the full and in the terse wording."""
+    """Texts for the tokenizer: chats of every registered world without data files, in full and in terse wording."""
     texts = []
-    for name in envs.ENVS:
+    for name in [name for name in envs.ENVS if name != "QuestionAnswer"]:
         for terse in (True, False):
             c = dataclasses.replace(cfg, terse=terse)
             for seed in range(seeds if terse else 3):
