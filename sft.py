@@ -21,15 +21,15 @@ import torch
 import envs
 from model import ActorCritic, ModelError, load_model
 from rollout import SYSTEM, Chat, Episode, Game, make_batch, micro_batches
-from settings import UserError, load_config, read_file
-from train import keep_memory, set_threads
+from settings import UserError, load_config
+from train import Config, keep_memory, set_threads
 
 
 @dataclass
 class SftConfig:
     model: str = ""                     # "" = a new model of about 1 M parameters with its own tokenizer
     out_dir: str = "runs/sft"           # the folder the model is saved to
-    register: str = ""                  # a Python file that adds names to envs.ENVS, as a run's config file may
+    like: str = ""                      # a config of train.py: its environments are the tasks, its SHARED settings count
     tasks: str = "Sokoban:0.6,FrozenLakeNoSlip:0.35,Bandit:0.05"   # name:share of the episodes[:noise]
     steps: int = 2000                   # optimizer steps
     batch: int = 32                     # episodes per step
@@ -48,6 +48,9 @@ class SftConfig:
     action_sep: str = "||"
     think: bool = False
     terse: bool = True
+
+
+SHARED = ("max_turns", "max_actions", "max_actions_per_turn", "max_new_tokens", "max_context", "action_sep", "think", "terse")
 
 
 # Pieces that the tokenizer never merges across: words, small numbers, the action separator, single symbols. In a
@@ -87,6 +90,19 @@ def new_model(tokenizer):
         num_attention_heads=4, num_key_value_heads=2, attention_bias=True, rms_norm_eps=1e-6,
         max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
+
+
+def read_settings(argv):
+    """Make an SftConfig of the command line; what `like` gives counts where nothing else does."""
+    cfg, typed, filed = load_config(SftConfig, argv)
+    if not cfg.like:
+        return cfg
+    theirs = load_config(Config, [f"--config={cfg.like}"])[0]      # reading the file registers its environments
+    if theirs.env_args:
+        raise UserError(f"like={cfg.like!r}: tasks have no env_args. Register the environment under a name of its own, "
+                        f"with functools.partial")
+    given = {"tasks": theirs.env} | {name: getattr(theirs, name) for name in SHARED}
+    return dataclasses.replace(cfg, **{k: v for k, v in given.items() if k not in typed | filed})
 
 
 def read_tasks(text, noise):
@@ -162,8 +178,6 @@ def train_step(policy, episodes, cfg, device):
 
 def main(cfg):
     """Train and save; return each step's loss on the played tokens, nats."""
-    if cfg.register:
-        read_file(cfg.register)
     names, shares, noises = read_tasks(cfg.tasks, cfg.noise)
     set_threads()
     keep_memory()
@@ -201,7 +215,7 @@ def main(cfg):
 
 if __name__ == "__main__":
     try:
-        main(load_config(SftConfig, sys.argv[1:])[0])
+        main(read_settings(sys.argv[1:]))
     except (UserError, ModelError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,6 +1,6 @@
 """A world of your own, and the config that trains it on a laptop (docs/your_own_environment.md tells the story).
 
-    python sft.py --register=configs/tiny_records.py --tasks=Records --model=assets/tiny --noise=0.8 --steps=200 --lr=1e-3 --max_turns=3 --max_actions=3 --max_context=256 --out_dir=runs/records_start
+    python sft.py --like=configs/tiny_records.py --model=assets/tiny --noise=0.6 --steps=800 --lr=1e-3 --out_dir=runs/records_start
     python train.py --config configs/tiny_records.py
 """
 from envs import ENVS, TextEnv, stream
@@ -17,13 +17,13 @@ class Records(TextEnv):
         self.receiver = self.people[task.integers(3)]
         self.records = {name: self.carriers[task.integers(2)] for name in self.people}
         self.done, self.read = False, False
-        return f"Parcel for {self.receiver}"
+        return f"To\n{self.receiver}"
 
     def step(self, action):
         self.check(action)
         if action in self.people:
             self.read |= action == self.receiver
-            return f"{action}: {self.records[action]}", 0.0, False, False, {"success": False}
+            return f"{action}\n{self.records[action]}", 0.0, False, False, {"success": False}
         self.done, right = True, self.read and action == self.records[self.receiver]
         return "sent", float(right), True, False, {"success": right}
 
