@@ -681,6 +681,92 @@ class QuestionAnswer(TextEnv):
 
 
 # ------------------------------------------------------------------------------------------------------------
+# Environments of Gymnasium, an optional package
+
+COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")    # terminal codes 30-37, 40-47
+
+
+def name_colours(text: str) -> str:
+    r"""Write a terminal's colours as words, since worlds show by colour alone where the player stands.
+
+    >>> name_colours("\x1b[41mS\x1b[0mFF\n|\x1b[34;1m\x1b[43mR\x1b[0m\x1b[0m: |").split("\n")
+    ['[red:S]FF', '|[blue+yellow:R]: |']
+    """
+    def words(found: re.Match) -> str:
+        codes = [int(code) for code in re.findall(r"[0-9]+", found.group(1))]
+        colours = [COLOURS[code % 10] for code in codes if code // 10 in (3, 4, 9, 10) and code % 10 < 8]
+        return f"[{'+'.join(colours)}:{found.group(2)}]" if colours else found.group(2)
+    text = re.sub(r"((?:\x1b\[[0-9;]*m)+)([^\x1b]+)(?:\x1b\[0?m)+", words, text)
+    return re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)            # whatever else steers a terminal
+
+
+class Gymnasium(TextEnv):
+    """An environment of the package behind our interface; `from_gymnasium` says what the arguments are."""
+
+    def __init__(self, id: str, actions=None, instruction: str = "", success=None, **make_kwargs):
+        try:
+            import gymnasium
+        except ImportError:
+            raise ValueError(f"{id!r} needs an optional package: pip install gymnasium") from None
+        try:
+            self.env = gymnasium.make(id, render_mode="ansi", disable_env_checker=True, **make_kwargs)
+        except gymnasium.error.Error as error:       # no such name, or a version that is gone
+            raise ValueError(f"Gymnasium can't make {id!r}: {error}") from None
+        space, modes = self.env.action_space, self.env.metadata.get("render_modes", [])
+        if not isinstance(space, gymnasium.spaces.Discrete):
+            raise ValueError(f"{id!r} has the actions {space}, which have no names: expected a Discrete space")
+        if "ansi" not in modes:
+            raise ValueError(f"{id!r} has no text rendering: expected render mode 'ansi', got {', '.join(modes)}. "
+                             f"Write a class like TextEnv that words its observations")
+        self.first = int(space.start)
+        self.actions = tuple(actions or map(str, range(self.first, self.first + int(space.n))))
+        if len(self.actions) != space.n or len({name.lower() for name in self.actions}) != space.n:
+            raise ValueError(f"actions must be {space.n} different names for {id!r}; got {self.actions}")
+        self.brief = self.env.spec.name[:19]
+        self.instruction = instruction or f"You are in the world {self.env.spec.name}."
+        self.success = success or (lambda reward, terminated, info: terminated and reward > 0)
+
+    def reset(self, seed: int, noise_seed: int = 0) -> str:
+        self.env.reset(seed=int(stream(seed, TASK).integers(2 ** 31)))       # some simulators take no larger one
+        self.env.unwrapped.np_random = stream(noise_seed, NOISE)
+        self.done = False
+        return self.observe()
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        _, reward, terminated, truncated, info = self.env.step(self.first + self.check(action))
+        success = self.success(float(reward), bool(terminated), info)
+        self.done = bool(terminated or truncated)
+        return (self.observe(), float(reward), bool(terminated), bool(truncated and not terminated),
+                {"success": bool(success)})
+
+    def observe(self) -> str:
+        text = self.env.render()
+        if not isinstance(text, str):
+            raise ValueError(f"{self.brief} must render as a text, but gives {type(text).__name__}")
+        return name_colours(text).strip("\n")
+
+
+def from_gymnasium(id: str, actions=None, instruction: str = "", success=None, **make_kwargs):
+    """Make an entry for ENVS of a Gymnasium environment with discrete actions and a text rendering.
+
+        ENVS["Taxi"] = from_gymnasium("Taxi-v4", actions=("South", "North", "East", "West", "Pickup", "Dropoff"))
+
+    actions: a name for each, in the order of the numbers; default: the numbers. success: a function of
+    (reward, terminated, info), default: the episode terminates with a positive reward. make_kwargs go to
+    gymnasium.make. The text is that of render mode "ansi" with colours as words, "[red:S]FFF" (name_colours): say
+    in the instruction what they mean. A TimeLimit's end is `truncated`. There is no optimal policy.
+
+    Seeds: reset draws the task from `seed`; then the environment's own generator (np_random) is replaced by one
+    of `noise_seed`. So a world that draws its luck elsewhere shares it in the group, one that draws a part of the
+    task later than in reset doesn't share that, and what gymnasium.make draws follows neither.
+    Raises ValueError for an environment that doesn't fit, or a missing package.
+    """
+    make = functools.partial(Gymnasium, id, actions=actions, instruction=instruction, success=success, **make_kwargs)
+    make().reset(0)                                  # a mistake shows now, not in a run
+    return make
+
+
+# ------------------------------------------------------------------------------------------------------------
 # Registry and baselines
 
 ENVS = {

@@ -1,6 +1,7 @@
-"""Tests of the worlds that users bring: question files."""
+"""Tests of the worlds that users bring: question files, and Gymnasium's environments."""
 import json
 import os
+import re
 import subprocess
 import sys
 from fractions import Fraction
@@ -10,7 +11,7 @@ import pytest
 
 import envs
 import settings
-from envs import ENVS, QuestionAnswer, last_number, make_env, same_number, same_text
+from envs import ENVS, QuestionAnswer, from_gymnasium, last_number, make_env, same_number, same_text
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TRAIN = 2 ** 63         # training's first task seed
@@ -55,7 +56,7 @@ def test_no_number(text):
 
 def test_matching_is_linear():
     """No answer takes long to read: a quadratic pattern would take hours on these, so a process of its own reads them."""
-    parts = ["9", "9,", "1,234", "- ", "1 ", "1/", r"\\frac{1}{", "1.1", "$", "1 1/"]
+    parts = ["9", "9,", "1,234", "- ", "1 ", "1/", r"\frac{1}{", "1.1", "$", "1 1/"]
     code = f"import envs\nfor part in {parts}: envs.last_number(part * 300_000)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 0
 
@@ -192,3 +193,174 @@ def test_sample_file():
     """The sample is well-formed, and no question's answer is another's by rule: random answers hardly ever fit."""
     assert envs.success_rate(QuestionAnswer, "optimal", range(TRAIN, TRAIN + 100)) == 1.0
     assert envs.success_rate(QuestionAnswer, "random", range(TRAIN, TRAIN + 500)) < 0.1
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Gymnasium
+
+def test_colours_become_words():
+    """As Taxi and FrozenLake colour their texts: alone, nested, bold, empty cells; no code survives."""
+    for text, words in (("\x1b[41mS\x1b[0mFF", "[red:S]FF"), ("\x1b[34;1m\x1b[43mR\x1b[0m\x1b[0m:", "[blue+yellow:R]:"),
+                        ("|\x1b[43m \x1b[0m|", "|[yellow: ]|"), ("\x1b[1mbold\x1b[0m", "bold"), ("\x1b[2J\x1b[Hplain", "plain"),
+                        ("\x1b[91mA\x1b[0m\x1b[102mB\x1b[m", "[red:A][green:B]"), ("[x]", "[x]")):
+        assert envs.name_colours(text) == words
+
+
+def test_without_gymnasium(monkeypatch):
+    """The package is optional; without it one line says what to install."""
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(ValueError, match="'Taxi-v4' needs an optional package: pip install gymnasium"):
+        from_gymnasium("Taxi-v4")
+
+
+@pytest.fixture
+def gymnasium():
+    return pytest.importorskip("gymnasium", reason="the optional package gymnasium isn't installed")
+
+
+@pytest.fixture
+def taxi(gymnasium):
+    """Taxi's newest version that the installed package has."""
+    names = sorted(name for name in gymnasium.registry if re.fullmatch(r"Taxi-v\d+", name))
+    return from_gymnasium(names[-1], actions=("South", "North", "East", "West", "Pickup", "Dropoff"))
+
+
+LAKE = ("Left", "Down", "Right", "Up")
+
+
+def test_taxi_is_a_task(taxi):
+    """The contract that test_envs.py asks of the registered worlds: types, errors, complete resets, settings."""
+    ENVS["Taxi"] = taxi
+    env = make_env("Taxi")
+    assert env.brief == "Taxi" and env.instruction and env.actions[0] == "South"
+    with pytest.raises(RuntimeError, match="reset"):
+        env.step("South")
+    first = env.reset(3, 4)
+    assert "yellow" in first and "blue" in first and "\x1b" not in first
+    observation, reward, terminated, truncated, info = env.step("South")
+    assert isinstance(observation, str) and type(reward) is float and set(info) == {"success"}
+    assert (terminated, truncated, info["success"]) == (False, False, False)
+    with pytest.raises(ValueError, match="'Jump'.*South"):
+        env.step("Jump")
+    assert env.reset(3, 4) == first == make_env("Taxi").reset(3, 9) != env.reset(5, 4)
+    with pytest.raises(ValueError):
+        env.reset(-1)
+    with pytest.raises(TypeError):
+        make_env("Taxi", no_such_setting=1)
+    assert np.isnan(envs.success_rate(taxi, "optimal", range(3)))
+    for seed in (0, 2 ** 63 + 1, 2 ** 100 + 1):
+        env.reset(seed, seed)
+
+
+def test_taxi_can_be_solved(taxi):
+    """A solver on the environment's own states reaches the goal: success, +20, terminated, and no step after it."""
+    env = taxi()
+    env.reset(1)
+    inner = env.env.unwrapped
+    paths, seen = [(inner.s, ())], {inner.s}
+    for state, path in paths:                       # grows while it is read: breadth first
+        if path and path[-1][1]:
+            break
+        for action in range(6):
+            _, to, reward, over = inner.P[state][action][0]
+            if to not in seen or over:
+                seen.add(to)
+                paths.append((to, (*path, (action, over))))
+    results = [env.step(env.actions[action]) for action, _ in path]
+    assert results[-1][1:] == (20.0, True, False, {"success": True})
+    assert not any(result[4]["success"] for result in results[:-1])
+    with pytest.raises(RuntimeError, match="reset"):
+        env.step("South")
+
+
+def test_luck_follows_the_noise_seed(gymnasium):
+    """Members of a group slip differently on the same lake, and one with the same seeds repeats itself."""
+    env = from_gymnasium("FrozenLake-v1", actions=LAKE)()
+    def slips(seed, noise):                                                                         # noqa: E306
+        env.reset(seed, noise)
+        return tuple(env.step("Up")[0] for _ in range(4))       # from the upper left corner no hole is in reach
+    assert len({slips(3, noise) for noise in range(20)}) > 3
+    assert len({slips(seed, 3) for seed in range(20)}) == 1
+    assert "[red:S]FFF" in env.reset(0)
+
+
+def test_truncation_and_success(gymnasium):
+    """The time limit truncates; a success of one's own is asked at every step; CliffWalking never pays."""
+    env = from_gymnasium("FrozenLake-v1", actions=LAKE, is_slippery=False, max_episode_steps=3)()
+    env.reset(0)
+    assert [env.step("Up")[2:4] for _ in range(3)] == [(False, False), (False, False), (False, True)] and env.done
+    for action in ("Down", "Down", "Right"):
+        env.done or env.step(action)
+    cliff = from_gymnasium("CliffWalking-v1", success=lambda reward, terminated, info: terminated)()
+    cliff.reset(0)
+    path = "0" + "1" * 11 + "2"                     # up, along the cliff, down: the default names are numbers
+    results = [cliff.step(name) for name in path]
+    assert results[-1][1:] == (-1.0, True, False, {"success": True}) and not results[-2][4]["success"]
+
+
+def test_both_ends_at_once(gymnasium):
+    """A goal reached on the last step of the limit is an end, not a cut: nothing is left to bootstrap from."""
+    env = from_gymnasium("FrozenLake-v1", actions=LAKE, is_slippery=False, max_episode_steps=6)()
+    env.reset(0)
+    results = [env.step(name) for name in ("Down", "Down", "Right", "Right", "Down", "Right")]
+    assert results[-1][1:] == (1.0, True, False, {"success": True})
+
+
+@pytest.fixture
+def odd(gymnasium):
+    """A function that registers a world which Gymnasium's own don't cover, and returns its name."""
+    def register(space, words):
+        class World(gymnasium.Env):
+            metadata = {"render_modes": ["ansi"]}
+            observation_space, action_space = gymnasium.spaces.Discrete(1), space
+
+            def __init__(self, render_mode=None):
+                self.render_mode = render_mode
+
+            def reset(self, seed=None, options=None):
+                super().reset(seed=seed)
+                self.played = None
+                return 0, {}
+
+            def step(self, action):
+                self.played = action
+                return 0, 0, True, False, {}
+
+            def render(self):
+                return words(self.played)
+        gymnasium.register("Odd-v0", World)
+        return "Odd-v0"
+    yield register
+    gymnasium.registry.pop("Odd-v0")
+
+
+def test_actions_that_start_elsewhere(gymnasium, odd):
+    """Discrete(3, start=-1): the names are the numbers, and the number arrives; a reward of int is told as float."""
+    name = odd(gymnasium.spaces.Discrete(3, start=-1), lambda played: f"played {played}")
+    env = from_gymnasium(name)()
+    assert env.actions == ("-1", "0", "1")
+    for action in env.actions:
+        assert env.reset(0) == "played None"
+        assert env.step(action) == (f"played {action}", 0.0, True, False, {"success": False})
+    named = from_gymnasium(name, actions=("Back", "Stay", "On"))()
+    named.reset(0)
+    assert named.step("Back")[0] == "played -1"
+
+
+@pytest.mark.parametrize("name, kwargs, message", [
+    ("CartPole-v1", {}, "no text rendering: expected render mode 'ansi', got human, rgb_array"),
+    ("Pendulum-v1", {}, "expected a Discrete space"),
+    ("Nowhere-v0", {}, "can't make 'Nowhere-v0'"),
+    ("FrozenLake-v1", {"actions": ("a", "b")}, "actions must be 4 different names"),
+    ("FrozenLake-v1", {"actions": ("Up", "up", "a", "b")}, "actions must be 4 different names")])
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_environments_that_do_not_fit(gymnasium, name, kwargs, message):
+    """Refused where they are registered, with what would fit."""
+    with pytest.raises(ValueError, match=message):
+        from_gymnasium(name, **kwargs)
+
+
+def test_rendering_that_is_no_text(gymnasium, odd):
+    """Some worlds call a list of frames "ansi"."""
+    with pytest.raises(ValueError, match="must render as a text, but gives list"):
+        from_gymnasium(odd(gymnasium.spaces.Discrete(2), lambda played: ["frame"]))
