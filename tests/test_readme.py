@@ -34,6 +34,11 @@ HOW = {
     "python train.py --config …": LONG,
     "python train.py --help": "",
     "python dryrun.py": "",
+    "python sft.py --like=configs/tiny_records.py --model=assets/tiny --noise=0.6 --steps=800 --lr=1e-3 --out_dir=runs/records_start":
+        "--steps=2",
+    "python train.py --config configs/tiny_records.py --model=assets/tiny --dry_run": "",
+    "python train.py --config configs/tiny_records.py": QUICK,
+    "pip install gymnasium": LONG,
     "python envs.py FrozenLake --seed 3": "< /dev/null",
     "python eval.py --policy runs/tiny_frozenlake --envs FrozenLakeNoSlip,Sokoban,SokobanNewVocab,LargerSokoban,FrozenLake,Bandit "
     "--out_dir=runs/tiny_frozenlake/eval": "--eval_tasks=4",
@@ -91,6 +96,18 @@ def shell(root, command):
 def test_command(clone, command):
     """The command as it stands, with fewer iterations, ends with status 0."""
     words = command.replace("NAME", "tiny_bandit").replace("=S ", "=1 ").replace("_S", "_1")
-    if "--resume" in words or " --out_dir=" not in words and "train.py --config configs/tiny" in words:
+    if "--resume" in words:
         shutil.rmtree(clone / "runs/tiny_frozenlake", ignore_errors=True)
     shell(clone, f"{words} {HOW[command]}")
+
+
+def test_the_guide_shows_the_config_and_its_code_runs(capsys):
+    """The world in docs/your_own_environment.md is the one of the config, and what it says of it is so."""
+    text = open("docs/your_own_environment.md").read()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert blocks[1].strip() in open("configs/tiny_records.py").read()
+    exec(blocks[2], {})
+    out = capsys.readouterr().out
+    assert "{'success': True}" in out
+    random, optimal = eval(out.splitlines()[-1])
+    assert round(random, 2) in (0.07, 0.08, 0.09) and optimal == 1 and "8 % of the episodes" in text.replace("\n", " ")
