@@ -19,6 +19,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 import zlib
 
 import torch
@@ -36,7 +37,9 @@ def sync(path):
     """Wait until a file, or a folder's list of names, is on the disk and not only in memory."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        # some network disks can't do it for folders
+        with contextlib.suppress(OSError) if os.path.isdir(path) else contextlib.nullcontext():
+            os.fsync(handle)
     finally:
         os.close(handle)
 
@@ -49,19 +52,21 @@ def write_text(path, text):
     os.replace(path + ".tmp", path)
 
 
+def tidy(path):
+    """Clear what a write of a folder that was cut short has left: the old one comes back if the new one never came."""
+    if os.path.isdir(path + ".old") and not os.path.isdir(path):
+        os.rename(path + ".old", path)
+    for end in (".tmp", ".old"):
+        shutil.rmtree(path + end, ignore_errors=True)
+
+
 def write_folder(path, fill):
     """Replace a folder by what fill(temporary folder) writes, whole or not at all; raises what fill raises.
 
     A folder can't be replaced in one step: the old one is renamed, not deleted, before the new one takes its name.
     """
     new, old = path + ".tmp", path + ".old"
-
-    def tidy():         # also what a run that was killed has left
-        if os.path.isdir(old) and not os.path.isdir(path):
-            os.rename(old, path)
-        for left in (new, old):
-            shutil.rmtree(left, ignore_errors=True)
-    tidy()
+    tidy(path)
     os.makedirs(new)
     try:
         fill(new)
@@ -73,7 +78,7 @@ def write_folder(path, fill):
         os.rename(new, path)
         sync(os.path.dirname(path) or ".")
     finally:
-        tidy()
+        tidy(path)
 
 
 def crc(path):
@@ -88,22 +93,28 @@ def crc(path):
 class Lines:
     """A file of JSON lines that only ever grows by whole lines; what can't be written waits for the next time.
 
-    path: the file. until: keep the lines whose "iter" is at most this; later ones, and a torn last one, are dropped.
+    Nothing is touched before the first line; a file that is there is written anew then, unless `cut` keeps some of it.
     """
 
-    def __init__(self, path, until=None):
+    def __init__(self, path):
         self.path, self.waiting, self.size = path, "", 0
-        if until is not None and os.path.exists(path):
-            with open(path, encoding="utf-8", errors="replace") as f:
-                text = "".join(line for line in f if line.endswith("\n") and parsed(line).get("iter", until + 1) <= until)
-            write_text(path, text)
-            self.size = os.path.getsize(path)
+
+    def cut(self, until):
+        """Keep the lines up to the last with an "iter" of at most this; cut later ones off, and a torn one. Raises OSError."""
+        if os.path.exists(self.path):
+            with open(self.path, "rb") as f:
+                for line in f:
+                    if not line.endswith(b"\n") or parsed(line).get("iter", until + 1) > until:
+                        break
+                    self.size += len(line)
+            os.truncate(self.path, self.size)       # needs no room, and is done or not
 
     def add(self, *records):
         """Append records (dicts), a line each; numbers that are not finite become null. Raises OSError."""
         self.waiting += "".join(json.dumps(finite(r), allow_nan=False) + "\n" for r in records)
         with open(self.path, "ab") as f:
-            f.truncate(self.size)               # what an attempt that failed has left
+            if f.tell() > self.size:            # what an attempt that failed has left; a file that is gone starts anew
+                f.truncate(self.size)
             f.write(self.waiting.encode())
             f.flush()
             os.fsync(f.fileno())
@@ -111,10 +122,12 @@ class Lines:
 
 
 def parsed(line):
+    """The dict in a line of JSON, or {}."""
     try:
-        return json.loads(line)
+        found = json.loads(line)
     except ValueError:
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def finite(x):
@@ -185,12 +198,27 @@ def every(out_dir):
 
 
 def newest(out_dir, say):
-    """Return the path of the newest whole checkpoint, None without any; say what is damaged."""
+    """Return the path of the newest whole checkpoint, None where there is no checkpoint at all.
+
+    What a kill has left is cleared. Damaged newer ones are said and set aside as iter_000040.damaged, so that they don't
+    count among the newest that are kept. Raises ValueError where all are damaged: to start anew would lose the run.
+    """
+    root = os.path.join(out_dir, "checkpoints")
+    for name in os.listdir(root) if os.path.isdir(root) else ():
+        if name.endswith((".tmp", ".old")):
+            tidy(os.path.join(root, name[:-4]))
+    aside = []
     for path in reversed(every(out_dir)):
         problem = damage(path)
         if not problem:
+            for bad in aside:
+                shutil.rmtree(bad + ".damaged", ignore_errors=True)
+                os.rename(bad, bad + ".damaged")
             return path
         say(f"note: checkpoint {path} is damaged ({problem}) and is skipped")
+        aside.append(path)
+    if aside:
+        raise ValueError(f"no checkpoint in {root} is whole. If the disk is at fault, mend it; to start anew, delete {root}")
 
 
 def damage(path):
@@ -211,7 +239,9 @@ def read_json(path, name):
 def load(path, policy, optimizer):
     """Put a checkpoint's weights and moments into a policy and its optimizer; return its state (dict)."""
     policy.load(os.path.join(path, "policy"))
-    read = lambda name: load_file(file) if os.path.exists(file := os.path.join(path, name + ".safetensors")) else {}
+    # copies: on a CPU they would be views of the file, which may change
+    read = lambda name: {key: x.clone() for key, x in load_file(file).items()} if os.path.exists(
+        file := os.path.join(path, name + ".safetensors")) else {}
     critic, moments = read("critic"), read("optimizer")
     names = {p: name for name, p in policy.named_parameters()}
     with torch.no_grad():
@@ -232,26 +262,24 @@ def changes(old, new):
 
 # ---------------------------------------------------------------------------------------------- signals
 
-class Abandoned(BaseException):
-    """Raised by a signal where a rollout can be given up; no `except Exception` of an environment may catch it."""
-
-
 class Signals:
     """Turn SIGTERM, SIGINT and SIGUSR1 into a wish to stop, which the loop asks for; a second one exits at once.
 
         with Signals() as signals: ...      signals.name is "" or the name of the first one
 
-    Where `can_abandon` is set, the first one raises Abandoned. accelerate's launcher doesn't hand SIGTERM on to a
-    single process, but dies and leaves it behind: so under it, this process asks Linux for a SIGUSR1 at that moment.
+    accelerate's launcher doesn't hand SIGTERM on to a single process, but dies and leaves it behind; so does torchrun, of
+    some signals. So under a launcher this process asks Linux for a SIGUSR1 at its parent's death. And torchrun's ranks get
+    a signal twice where their whole group is signalled, so under it a second one within ECHO seconds isn't counted.
     """
     CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    ECHO = 3
 
     def __init__(self):
-        self.name, self.can_abandon = "", False
+        self.name, self.since = "", 0.0
 
     def __enter__(self):
         self.before = {s: signal.signal(s, self.handle) for s in self.CAUGHT}
-        if "ACCELERATE_MIXED_PRECISION" in os.environ and "LOCAL_RANK" not in os.environ and sys.platform == "linux":
+        if {"ACCELERATE_MIXED_PRECISION", "LOCAL_RANK"} & os.environ.keys() and sys.platform == "linux":
             parent_death_signal = 1         # PR_SET_PDEATHSIG of sys/prctl.h
             ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGUSR1)
         return self
@@ -261,10 +289,9 @@ class Signals:
             signal.signal(s, handler)
 
     def handle(self, number, frame):
-        if self.name and number != signal.SIGUSR1:      # the launcher's death often follows a Ctrl-C
+        wait = self.ECHO if "LOCAL_RANK" in os.environ else 0
+        if self.name and number != signal.SIGUSR1 and time.monotonic() >= self.since + wait:
             os.write(2, b"second signal: exiting at once, the last checkpoint is whole\n")
             os._exit(128 + number)
-        self.name = self.name or signal.Signals(number).name
-        if self.can_abandon:
-            self.can_abandon = False
-            raise Abandoned
+        if not self.name:
+            self.name, self.since = signal.Signals(number).name, time.monotonic()

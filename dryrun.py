@@ -50,7 +50,8 @@ def estimate(cfg, lm, ranks=1, bf16=True):
     else:                   # float32; computing in bfloat16 takes a copy of the model at work
         trained = every + backbone * critic
         weights = trained * 4 + every * 4 * (cfg.kl_coef > 0) + every * 2 * bf16
-    optimizer = trained * (4 + 8) + trained * 8 * (ranks > 1)       # gradients, two moments; buckets and messages
+    # gradients, two moments; among ranks DDP's buckets, one flat message, and the copy of it that is summed
+    optimizer = trained * (4 + 8) + trained * 12 * (ranks > 1)
 
     rows = -(-cfg.prompts_per_iter // ranks) * cfg.group_size
     rows = min(rows, cfg.rollout_batch or rows)

@@ -314,7 +314,8 @@ class ActorCritic(nn.Module):
         if not self.peft:
             self.lm.save_pretrained(folder)
         else:
-            self.lm.save_pretrained(folder, selected_adapters=["default"])
+            # embeddings are never trained here; asked to find out, peft would ask the hub at every save
+            self.lm.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=False)
             path = os.path.join(folder, "adapter_config.json")
             with open(path) as f:
                 config = json.load(f)
@@ -322,7 +323,10 @@ class ActorCritic(nn.Module):
             with open(path, "w") as f:
                 json.dump(config, f, indent=2)
             pathlib.Path(folder, "README.md").unlink(missing_ok=True)   # peft's empty card names the base's path
-        tokenizer.save_pretrained(folder)
+        try:
+            tokenizer.save_pretrained(folder)
+        except Exception as error:      # what a full disk raises inside the tokenizer has no class of its own
+            raise OSError(f"{folder}: {error}") from error
         if card:
             base = portable(self.config.name_or_path, folder)
             local = os.path.isdir(self.config.name_or_path)     # the hub refuses a card whose base is a path

@@ -29,6 +29,10 @@ PLAIN_TEMPLATE = ("{{ bos_token }}{% for m in messages %}### {{ m['role'] }}\n{{
                   "{% if add_generation_prompt %}### assistant\n{% endif %}")
 
 
+class Abandoned(Exception):
+    """Episodes that were given up on request."""
+
+
 class ContextError(ValueError):
     """A prompt that leaves no room for an answer; the message says what to change."""
 
@@ -558,6 +562,8 @@ class FixedStep:
             return graph
         except RuntimeError as error:
             torch.cuda.set_stream(stream)       # a capture that fails at its end leaves its own behind
+            if isinstance(error, torch.OutOfMemoryError):
+                raise       # fewer rows may fit
             print(f"note: the decode step can't be captured as a CUDA graph, decoding goes on without: {error}",
                   file=sys.stderr)
             FixedStep.WARM_UP = None        # not tried again
@@ -638,13 +644,14 @@ def sample_turn(rows, hidden, uniforms, limit, stop_ids, temperature, fixed=Fals
 # ---------------------------------------------------------------------------------------------- episodes
 
 @torch.no_grad()
-def collect(policy, chat, make_env, episodes, cfg, temperature):
+def collect(policy, chat, make_env, episodes, cfg, temperature, give_up=None):
     """Play episodes, all rows at once, with one KV cache over each whole episode.
 
     policy: ActorCritic. chat: Chat. make_env: a callable that returns a fresh TextEnv.
     episodes: list of Episode; a group's members stand together and its prompt is prefilled once.
     cfg: settings max_turns, max_actions, max_actions_per_turn, max_new_tokens, max_context, action_sep, think,
     terse, rollout_batch (rows decoded at once, 0 = all; the result doesn't depend on it).
+    give_up: asked before each turn; True gives all of them up with Abandoned.
     Returns a list of Trajectory in the order of `episodes`.
     Raises ContextError if a prompt leaves no room in the context, or the context none in the model.
     """
@@ -656,7 +663,7 @@ def collect(policy, chat, make_env, episodes, cfg, temperature):
         batch = episodes[len(played):][:cfg.rollout_batch or None]
         try:
             with policy.decoding():
-                played += play_batch(policy, chat, make_env, batch, cfg, temperature)
+                played += play_batch(policy, chat, make_env, batch, cfg, temperature, give_up)
             continue
         except torch.OutOfMemoryError:
             if len(batch) == 1:
@@ -674,7 +681,7 @@ def free_memory(device, change):
         torch.cuda.empty_cache()
 
 
-def play_batch(policy, chat, make_env, episodes, cfg, temperature):
+def play_batch(policy, chat, make_env, episodes, cfg, temperature, give_up=None):
     games, trajectories = [], []
     for e in episodes:
         try:
@@ -703,6 +710,8 @@ def play_batch(policy, chat, make_env, episodes, cfg, temperature):
 
     live = list(range(len(games)))          # row r plays game live[r]
     for turn in range(cfg.max_turns):
+        if give_up and give_up():
+            raise Abandoned
         limit = torch.tensor([cfg.max_context - len(games[i].traj.tokens) for i in live], device=policy.device)
         at = torch.tensor(live, device=policy.device)
         sampled = sample_turn(rows, hidden, noise[at, turn], limit, chat.stop_ids, temperature, policy.can_fix_shapes)

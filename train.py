@@ -22,6 +22,7 @@ import re
 import resource
 import sys
 import time
+import traceback
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -35,7 +36,7 @@ import starpo
 from dryrun import dry_run
 from model import ModelError, load_model
 from record import check_trackers, episode_record, log_line, model_card, start_trackers, track
-from rollout import (Chat, ContextError, collect, free_memory, make_batch, micro_batches, train_episodes,
+from rollout import (Abandoned, Chat, ContextError, collect, free_memory, make_batch, micro_batches, train_episodes,
                      validation_episodes)
 from settings import UserError, load_config
 
@@ -284,8 +285,25 @@ def check_out_dir(cfg):
     if files and not cfg.resume:
         raise UserError(f"out_dir={cfg.out_dir!r} already holds a run, or other files. Choose another with "
                         f"--out_dir=..., delete that folder, or go on with that run by --resume.")
-    if files and "config.json" not in files:
+    if files and not files & {"config.json", "checkpoints"}:
         raise UserError(f"out_dir={cfg.out_dir!r} holds files, but no run that could be resumed: its config.json is missing")
+
+
+def resumable(cfg, lines, errors_log, say, accelerator):
+    """Find the checkpoint to go on from, None where there is none, and cut the two checkpoint.Lines to what it knows."""
+    found = problem = None
+    if accelerator.is_main_process:
+        try:
+            found = checkpoint.newest(cfg.out_dir, say)
+            done = checkpoint.read_json(found, "state")["iter"] if found else -1
+            for log in (lines, errors_log):
+                log.cut(done)
+        except (OSError, ValueError) as error:
+            problem = f"can't go on with {cfg.out_dir}: {error}"
+    found, problem = shared_from_main((found, problem), accelerator)
+    if problem:
+        raise UserError(problem)
+    return found
 
 
 def check_changes(saved, settings):
@@ -367,7 +385,7 @@ def evaluate(policy, chat, makers, cfg, accelerator, base):
     return metrics, episodes
 
 
-def roll_out(policy, chat, makers, cfg, accelerator, it):
+def roll_out(policy, chat, makers, cfg, accelerator, it, give_up=None):
     """Play an iteration's groups, this rank its share, and gather all of them; more rounds of them with cfg.refill.
 
     Returns every rank's trajectories in the order of groups, and apart those whose environment raised.
@@ -378,7 +396,7 @@ def roll_out(policy, chat, makers, cfg, accelerator, it):
         groups = share(range(first, first + cfg.prompts_per_iter), accelerator)
         played = [t for k, name in enumerate(names) for t in collect(
             policy, chat, makers[name], train_episodes(
-                cfg.seed, it, [g for g in groups if g % len(names) == k], cfg.group_size), cfg, cfg.temperature)]
+                cfg.seed, it, [g for g in groups if g % len(names) == k], cfg.group_size), cfg, cfg.temperature, give_up)]
         played = sorted(gather(played, accelerator), key=lambda t: (t.group, t.member))
         trajectories += [t for t in played if not t.error]
         errors += [t for t in played if t.error]
@@ -391,7 +409,8 @@ def roll_out(policy, chat, makers, cfg, accelerator, it):
 def less_memory(step, work, cfg, device):
     """Run work(); where memory runs out, halve this rank's micro-batches of the step and run it again.
 
-    Nothing that work() does may last unless it succeeds. Smaller micro-batches stay for the rest of the run.
+    Nothing that work() does may last unless it succeeds. Smaller micro-batches stay for the rest of the run: those of the
+    steps that were cut before, too, which meet the same limit once more, don't make them smaller still.
     """
     while True:
         try:
@@ -401,9 +420,10 @@ def less_memory(step, work, cfg, device):
                 raise UserError("out of memory with a single episode in a forward pass. Lower max_context, set "
                                 "gradient_checkpointing=True, lower lora_rank, or take a smaller model.") from None
         # outside of the handler, where the traceback no longer holds the tensors of the attempt
-        step.batches = [half for b in step.batches for half in b.halves()]
-        cfg.micro_batch_tokens = max(1, cfg.micro_batch_tokens // 2)
+        step.budget = max(1, step.budget // 2)
+        cfg.micro_batch_tokens = min(cfg.micro_batch_tokens, step.budget)
         free_memory(device, f"micro_batch_tokens={cfg.micro_batch_tokens}")
+        step.batches = [half for b in step.batches for half in b.halves()]
 
 
 def reduce_gradients(parameters, accelerator):
@@ -424,6 +444,7 @@ class Step:
     batches: list       # of rollout.Batch, this rank's rows; may be empty
     num_tokens: int     # trained tokens over all ranks
     num_rows: int       # episodes over all ranks
+    budget: int         # the micro_batch_tokens that the batches were cut with
 
 
 METRICS = ["policy_loss", "value_loss", "entropy", "approx_kl", "clip_frac_low", "clip_frac_high", "logprob_gap",
@@ -527,7 +548,7 @@ def split_steps(trajectories, kept, cfg, accelerator, device):
         rows = kept[i:i + cfg.update_batch]
         mine = micro_batches(trajectories, share(rows, accelerator), cfg.micro_batch_tokens, shared)
         steps.append(Step([make_batch(trajectories, m, device, shared) for m in mine],
-                          sum(sum(trajectories[j].loss_mask) for j in rows), len(rows)))
+                          sum(sum(trajectories[j].loss_mask) for j in rows), len(rows), cfg.micro_batch_tokens))
     return steps
 
 
@@ -676,7 +697,8 @@ def main(cfg, notes=(), signals=None):
             tqdm.write(text)
             sys.stdout.flush()      # a log file is read while it grows
     check_out_dir(cfg)
-    saved = shared_from_main(checkpoint.newest(cfg.out_dir, say) if is_main and cfg.resume else None, accelerator)
+    lines, errors_log = (checkpoint.Lines(os.path.join(cfg.out_dir, name)) for name in ("metrics.jsonl", "errors.jsonl"))
+    saved = resumable(cfg, lines, errors_log, say, accelerator) if cfg.resume else None
     if saved:
         notes = [*notes, *check_changes(saved, settings)]
     makers = env_makers(cfg)
@@ -710,81 +732,83 @@ def main(cfg, notes=(), signals=None):
     best = [optimal for _, optimal in base.values()]
     trap = diagnostics.EchoTrap(sum(best) / len(best) if best and None not in best else 1.0, fall=cfg.echo_fall,
                                 patience=cfg.echo_patience)
-    empty, in_a_row, top = 0, 0, {"iter": None, "success": -1.0}      # iterations, steps; the best evaluation
+    empty, in_a_row, top = 0, 0, {"iter": None, "success": -1.0}      # iterations, steps; the best evaluation that is saved
     done = state.get("iter", 0)         # the last whole iteration
     if state:
         trap.load_state_dict(state["trap"])
-        empty, top, start = state["empty"], state["top"], start - state["time_s"]
+        empty, in_a_row, top, start = state["empty"], state["in_a_row"], state["top"], start - state["time_s"]
         say(f"going on from {saved}")
     elif cfg.resume:
         say(f"nothing to resume in {cfg.out_dir}: starting anew")
-    if is_main:
-        lines, errors_log = (checkpoint.Lines(os.path.join(cfg.out_dir, name), done if state else -1)
-                             for name in ("metrics.jsonl", "errors.jsonl"))
 
-    written = {saved}       # checkpoints of this process, and that it comes from; config.json once it is there
+    config_path = os.path.join(cfg.out_dir, "config.json")
+    written = {saved}       # what this process has written, and the checkpoint that it comes from
 
     def write(what, path, work, size=0):
-        """Do work(), on rank 0; where the disk refuses it, say so and go on with the run."""
+        """Do work(), on rank 0; where the disk refuses it, say so and go on with the run.
+
+        config.json comes before anything else, but not before there is anything: a run that never starts leaves nothing.
+        """
+        if not is_main:
+            return
+        if path != config_path and config_path not in written:
+            write("settings", config_path, lambda: checkpoint.write_text(config_path, json.dumps(settings, indent=2)))
         try:
-            if is_main:
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                work()
-                written.add(path)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            work()
+            written.add(path)
         except checkpoint.WRITE_ERRORS as error:
             say(checkpoint.refusal(what, path, error, size))
 
-    def write_settings():
-        """Write config.json, once: not before the first result, so that a run that never starts leaves nothing behind."""
-        path = os.path.join(cfg.out_dir, "config.json")
-        if path not in written:
-            write("settings", path, lambda: checkpoint.write_text(path, json.dumps(settings, indent=2)))
-
-    def save(it, metrics):
-        """Write the checkpoint of iteration it, unless it is there."""
-        write_settings()
+    def save(it, metrics, best):
+        """Write the checkpoint of iteration it, unless it is there; best: what is the best evaluation then."""
+        nonlocal top
         path = checkpoint.folder_of(cfg.out_dir, it)
-        loop = {"iter": it, "time_s": time.perf_counter() - start, "empty": empty, "top": top, "trap": trap.state_dict()}
-        size = checkpoint.size_of(policy, optimizer)
-        if is_main and path not in written:
+        loop = {"iter": it, "time_s": time.perf_counter() - start, "empty": empty, "in_a_row": in_a_row, "top": best,
+                "trap": trap.state_dict()}
+        if path not in written:
             write("checkpoint", path, lambda: checkpoint.save(path, policy, tokenizer, optimizer, loop, settings,
-                                                             model_card(asked, metrics)), size)
+                                                             model_card(asked, metrics)),
+                  checkpoint.size_of(policy, optimizer))
+        if path in written:
+            top = best
             checkpoint.prune(cfg.out_dir, cfg.keep_last, top["iter"])
 
     def finish(metrics, last, sample=()):
         """Evaluate and save where it is due, write the line of metrics, print it. sample: records of episodes."""
-        nonlocal top
-        it, records, failed = metrics["iter"], [], []
+        nonlocal tracking
+        it, records, failed, best = metrics["iter"], [], [], top
         due = cfg.eval_every and (it % cfg.eval_every == 0 or last)
-        is_best = False
         if due:
             found, episodes = evaluate(policy, chat, makers, cfg, accelerator, base)
             metrics |= found
             records = [episode_record(t, it, name, tokenizer) for name in episodes for t in episodes[name][:cfg.log_rollouts]]
             failed = gather([t for name in episodes for t in episodes[name] if t.error], accelerator)
             success = sum(metrics[f"eval/{name}/success"] for name in makers) / len(makers)
-            is_best = success > top["success"]
-            top = {"iter": it, "success": success} if is_best else top
+            best = {"iter": it, "success": success} if success > top["success"] else top
         metrics["time_s"] = time.perf_counter() - start
         in_out = lambda *names: os.path.join(cfg.out_dir, *names)
-        write_settings()
         report_errors(it, failed)
         write("metrics", in_out("metrics.jsonl"), lambda: lines.add(metrics))
         if records:
             name = in_out("rollouts", f"eval_{it:06d}.jsonl")
             write("episodes", name, lambda: checkpoint.Lines(name).add(*records))
-        if cfg.track:
-            if not accelerator.trackers:
-                start_trackers(cfg, settings, accelerator)
-            if is_main:
-                track(accelerator, metrics, records or sample)
+        if tracking:
+            try:
+                if not accelerator.trackers:
+                    start_trackers(cfg, settings, accelerator)
+                if is_main:
+                    track(accelerator, metrics, records or sample)
+            except Exception as error:      # whatever a tracker raises: no account, no network, no room
+                tracking = False
+                say(f"note: track={cfg.track!r} failed, the run goes on without ({type(error).__name__}: {error})")
         if is_main and (due or it % cfg.log_every == 0):
             say(log_line(metrics, makers))
         if it and (due or last):
             write("policy", in_out("policy"), lambda: checkpoint.write_folder(
                 in_out("policy"), lambda folder: policy.save(folder, tokenizer, model_card(asked, metrics))))
-        if cfg.save_every and it and (it % cfg.save_every == 0 or is_best or last):
-            save(it, metrics)
+        if cfg.save_every and it and (it % cfg.save_every == 0 or best != top or last):
+            save(it, metrics, best)
         return metrics
 
     def report_errors(it, episodes):
@@ -801,17 +825,20 @@ def main(cfg, notes=(), signals=None):
         told = torch.tensor(float(bool(signals.name)), device=device)
         return accelerator.reduce(told, "sum").item() > 0
 
+    tracking = bool(cfg.track)
+    # a lone process gives a rollout up at its next turn, several agree after it
+    give_up = (lambda: bool(signals.name)) if accelerator.num_processes == 1 else None
     metrics = finish({"iter": 0}, last=False) if cfg.eval_every and not state else {}
     stop = fault = ""
     bar = tqdm(range(done + 1, cfg.max_iters + 1), initial=done, total=cfg.max_iters, unit="iter",
                disable=not is_main or done >= cfg.max_iters)
     for it in bar:
         # 4. rollout: every rank plays its share of the groups; episodes are small and go to all ranks
+        if asked_to_stop():
+            break
         tick = time.perf_counter()
-        signals.can_abandon = accelerator.num_processes == 1        # else the ranks agree after it
-        with contextlib.suppress(checkpoint.Abandoned):
-            trajectories, errors = roll_out(policy, chat, makers, cfg, accelerator, it)
-        signals.can_abandon = False
+        with contextlib.suppress(Abandoned):
+            trajectories, errors = roll_out(policy, chat, makers, cfg, accelerator, it, give_up)
         if asked_to_stop():
             break
         report_errors(it, errors)
@@ -876,22 +903,24 @@ def main(cfg, notes=(), signals=None):
             + f", {rollout_s + update_s:.1f} s" + f", {metrics['health']}" * (metrics["health"] != "ok"))
         if stop:
             say(f"stopped at iteration {it}: {stop}")
-        if stop or fault or asked_to_stop():
+        if stop or fault:
             break
     bar.close()
-    if done < cfg.max_iters and not stop:       # a signal or a fault, in an iteration or after it
-        save(done, {"iter": done})
+    if fault or done < cfg.max_iters and not stop:      # a fault, or a signal in an iteration or after it
+        save(done, {"iter": done}, top)
         where = f"after iteration {done}; go on with the same command and --resume"
-        if fault:
-            raise UserError(f"stopped {where}: {fault}")
-        say(f"stopped by {signals.name or 'a signal to another rank'} {where}")
+        if not fault:
+            say(f"stopped by {signals.name or 'a signal to another rank'} {where}")
     elif done >= cfg.max_iters > 0 and not metrics:
         say(f"the run is finished: {done} iterations of max_iters={cfg.max_iters}. A larger max_iters goes on from here")
-    if done and is_main:
+    if 0 < done and (stop or done >= cfg.max_iters) and not fault:
         say(f"{cfg.out_dir} holds metrics.jsonl, rollouts/, checkpoints/ and policy/. To see it: python report.py "
             f"{cfg.out_dir}; to test it: python eval.py --policy {cfg.out_dir}")
-    accelerator.wait_for_everyone()     # no rank takes its connections away while another still writes
-    accelerator.end_training()
+    for tracker in accelerator.trackers if tracking else ():
+        tracker.finish()
+    accelerator.wait_for_everyone()     # a rank that ends takes the others with it, whatever they still write
+    if fault:
+        raise UserError(f"stopped {where}: {fault}")
     return metrics
 
 
@@ -914,12 +943,52 @@ def run(argv):
         print(f"{rank}error: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:       # torch.distributed names no class of its own for all of these
-        if not rank or not re.search("onnection (closed|reset)|[Tt]imed out|peer|NCCL", str(error)):
+        if not rank or not re.search("onnection (closed|reset)|[Tt]imed out", str(error)):
             raise
         print(f"{rank}error: another rank has ended, or kept this one waiting for more than rank_timeout: "
               f"{str(error).splitlines()[0]}", file=sys.stderr)
         return 1
 
 
+class Console:
+    """A text stream that loses what can't be written, a closed pipe or a full disk, and not the run."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self):
+        try:
+            self.stream.flush()
+        except OSError:         # what is left of it would be an error once more at the end of the process
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
+def script(work):
+    """Make work() all that this process does: it ends with the exit status that work returns, 1 for an exception.
+
+    One of several ranks ends at once. Python would take its connections apart first, and gloo can wait there for ever, for
+    a lock that Python holds.
+    """
+    sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
+    try:
+        status = work()
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        os._exit(status)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    script(lambda: run(sys.argv[1:]))

@@ -10,8 +10,6 @@ import sys
 import time
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-import accelerate
-
 import train
 
 
@@ -27,5 +25,4 @@ def broken(*args, real=train.keep_groups, calls=[0]):
 if __name__ == "__main__":
     if sys.argv[2:]:
         train.keep_groups = broken
-    accelerate.Accelerator.end_training = lambda self: None     # the ranks go on to the next training together
-    sys.exit(max(train.run(words) for words in json.loads(sys.argv[1])))
+    train.script(lambda: max(train.run(words) for words in json.loads(sys.argv[1])))

@@ -4,6 +4,7 @@ import math
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import starpo
 import train
 from helpers import run_tiny
 from rollout import make_batch
-from settings import UserError
+from settings import UserError, load_config
 
 SHORT = ["--eval_every=2", "--eval_tasks=16", "--save_every=2", "--prompts_per_iter=6", "--log_rollouts_every=2"]
 
@@ -129,6 +130,32 @@ def test_damaged_checkpoints_are_skipped(tmp_path, capsys, harm, name, reason):
     assert figures(again) == figures(whole) and checkpoint.damage(run / "checkpoints/iter_000004") == ""
 
 
+def test_damaged_checkpoints_are_not_the_newest(tmp_path, capsys, monkeypatch):
+    """A damaged newer one is set aside: it doesn't push a whole one out. Where none is whole, nothing is thrown away."""
+    words = ["--eval_every=0", "--save_every=2", "--keep_last=1", "--prompts_per_iter=2", "--empty_stop=9"]
+    run_tiny(tmp_path, "tiny_bandit", "--max_iters=2", *words)
+    folder = tmp_path / "run/checkpoints"
+    shutil.copytree(folder / "iter_000002", folder / "iter_000004")
+    cut(folder / "iter_000004/manifest.json")
+    run_tiny(tmp_path, "tiny_bandit", "--max_iters=3", "--resume", *words)
+    assert sorted(os.listdir(folder)) == ["iter_000003", "iter_000004.damaged"]
+    cut(folder / "iter_000003/optimizer.safetensors")
+    before = open(tmp_path / "run/metrics.jsonl").read()
+    with pytest.raises(UserError, match="no checkpoint in .* is whole"):
+        run_tiny(tmp_path, "tiny_bandit", "--max_iters=3", "--resume", *words)
+    assert open(tmp_path / "run/metrics.jsonl").read() == before and len(os.listdir(folder)) == 2
+
+
+def test_what_a_kill_leaves_is_cleared(tmp_path):
+    """Half-written checkpoints go at the next resume; one that was renamed away, and not yet replaced, comes back."""
+    run_tiny(tmp_path, "tiny_bandit", "--max_iters=1", *SHORT, "--save_every=1")
+    folder = tmp_path / "run/checkpoints"
+    os.makedirs(folder / "iter_000013.tmp/policy")
+    os.rename(folder / "iter_000001", folder / "iter_000001.old")
+    assert checkpoint.newest(tmp_path / "run", print) == str(folder / "iter_000001")
+    assert os.listdir(folder) == ["iter_000001"]
+
+
 def test_which_checkpoints_are_kept(tmp_path):
     """The newest keep_last and the one of the best evaluation, which is also written where no save was due."""
     wins = iter([0.0, 0.2, 0.9, 0.9, 0.5, 0.1])
@@ -185,8 +212,15 @@ def test_lines(tmp_path):
         f.write('{"iter": 2, "to')  # what a full disk left of it
     log.add({"iter": 3})
     assert [json.loads(line)["iter"] for line in open(path)] == [1, 2, 3]
-    assert checkpoint.Lines(path, until=2).size == os.path.getsize(path)
+    with open(path, "a") as f:
+        f.write('{"iter": 4, "to')
+    kept = checkpoint.Lines(path)
+    kept.cut(until=2)
+    assert kept.size == os.path.getsize(path)
     assert [json.loads(line)["iter"] for line in open(path)] == [1, 2]
+    os.remove(path)             # a disk that was taken away and came back empty
+    kept.add({"iter": 5})
+    assert open(path).read() == '{"iter": 5}\n'
 
 
 def test_folders_are_replaced_whole_or_not_at_all(tmp_path):
@@ -251,6 +285,52 @@ def test_full_disk(tmp_path, capsys, monkeypatch):
     assert checkpoint.damage(tmp_path / "run/checkpoints/iter_000001") == ""
 
 
+def test_a_best_that_could_not_be_saved_takes_nothing_away(tmp_path, monkeypatch):
+    """The checkpoint of the best evaluation goes only when a better one's is there."""
+    wins = iter([0.0, 0.5, 0.2, 0.9, 0.1, 0.3])
+    monkeypatch.setattr(train, "evaluate", lambda *a: ({"eval/Bandit/success": next(wins)} | {
+        f"eval/Bandit/{k}": None for k in ("random", "optimal", "score")}, {}))
+    real = checkpoint.save
+
+    def save(path, *args):
+        with FileLimit(2 ** 20 if path.endswith("000003") else 2 ** 40):
+            real(path, *args)
+    monkeypatch.setattr(checkpoint, "save", save)
+    run_tiny(tmp_path, "tiny_bandit", "--max_iters=5", "--eval_every=1", "--keep_last=1", "--prompts_per_iter=2", "--filter_keep=1")
+    assert sorted(os.listdir(tmp_path / "run/checkpoints")) == ["iter_000001", "iter_000005"]
+    assert checkpoint.read_json(tmp_path / "run/checkpoints/iter_000005", "state")["top"]["iter"] == 1
+
+
+def test_a_tokenizer_that_can_not_be_written_is_a_full_disk(tmp_path):
+    """The tokenizers library has no class for it: model.save gives it one that the run survives."""
+    policy, tokenizer = model.load_model("assets/tiny")
+    policy.lm.save_pretrained = lambda folder: os.makedirs(folder)      # the weights had room
+    with FileLimit(1000), pytest.raises(checkpoint.WRITE_ERRORS, match="File too large"):
+        policy.save(str(tmp_path / "policy"), tokenizer)
+
+
+def test_resume_on_a_full_disk(tmp_path):
+    """Cutting the metrics to the checkpoint needs no room."""
+    _, whole = run_tiny(tmp_path, "tiny_bandit", "--max_iters=2", *SHORT)
+    log = checkpoint.Lines(str(tmp_path / "run/metrics.jsonl"))
+    with FileLimit(0):
+        log.cut(1)
+    assert [json.loads(line)["iter"] for line in open(log.path)] == [0, 1]
+
+
+def test_a_console_that_is_gone_is_no_end(tmp_path):
+    """Whoever reads the output ends, and then a signal comes: the run still saves, and its status is 0."""
+    process = start(tmp_path, "--max_iters=100000", "--eval_every=0", "--prompts_per_iter=2", "--empty_stop=100000")
+    wait_for(lambda: count_lines(tmp_path / "run/metrics.jsonl") >= 2)
+    process.stdout.close()
+    done = count_lines(tmp_path / "run/metrics.jsonl")
+    wait_for(lambda: count_lines(tmp_path / "run/metrics.jsonl") >= done + 2)
+    process.terminate()
+    assert process.wait(60) == 0
+    last = count_lines(tmp_path / "run/metrics.jsonl")
+    assert checkpoint.damage(checkpoint.folder_of(tmp_path / "run", last)) == ""
+
+
 # ---------------------------------------------------------------------------------------------- signals
 
 def start(tmp_path, *words, launcher=(sys.executable,), out="run"):
@@ -302,12 +382,44 @@ def test_a_signal_before_anything_is_there(tmp_path, capsys, monkeypatch):
     words = ["--config", "configs/tiny_bandit.py", "--max_iters=1", "--eval_every=0", "--prompts_per_iter=2",
              f"--out_dir={tmp_path / 'run'}", "--resume"]
     with monkeypatch.context() as patch:
-        patch.setattr(rollout, "play_batch", lambda *a: os.kill(os.getpid(), signal.SIGTERM))
+        patch.setattr(rollout, "play_batch", lambda *a, real=rollout.play_batch: os.kill(os.getpid(), signal.SIGTERM) or real(*a))
         assert train.run(words) == 0
     assert "stopped by SIGTERM after iteration 0" in capsys.readouterr().out
     assert sorted(os.listdir(tmp_path / "run")) == ["checkpoints", "config.json"]
     assert train.run([*words, "--lr=1e-5"]) == 0 and count_lines(tmp_path / "run/metrics.jsonl") == 1
     assert json.load(open(tmp_path / "run/config.json"))["lr"] == 1e-5     # the settings of now
+
+
+def test_a_signal_in_an_evaluation(tmp_path, monkeypatch):
+    """The evaluation is played out, but no rollout after it."""
+    played = []
+
+    def play(*args, real=rollout.play_batch):
+        played.append(len(args[3]))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+    monkeypatch.setattr(rollout, "play_batch", play)
+    assert train.run(["--config", "configs/tiny_bandit.py", "--max_iters=3", f"--out_dir={tmp_path / 'run'}", *SHORT]) == 0
+    assert played == [16] and os.listdir(tmp_path / "run/checkpoints") == ["iter_000000"]
+
+
+def test_an_echo_is_no_second_signal(monkeypatch):
+    """Under torchrun a signal to the whole group comes twice; later ones, and all in a lone process, count."""
+    exits = []
+    monkeypatch.setattr(os, "_exit", exits.append)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    signals = checkpoint.Signals()
+    signals.handle(signal.SIGTERM, None)
+    signals.handle(signal.SIGTERM, None)
+    assert exits == [] and signals.name == "SIGTERM"
+    signals.since -= signals.ECHO
+    signals.handle(signal.SIGTERM, None)
+    assert exits == [128 + signal.SIGTERM]
+    monkeypatch.delenv("LOCAL_RANK")
+    signals = checkpoint.Signals()
+    signals.handle(signal.SIGINT, None)
+    signals.handle(signal.SIGINT, None)
+    assert exits == [128 + signal.SIGTERM, 128 + signal.SIGINT]
 
 
 def test_a_second_signal_exits_at_once():
@@ -458,6 +570,17 @@ def test_too_many_skipped_steps_save_and_stop(tmp_path, monkeypatch, capsys):
     assert all(torch.equal(before[k], after[k]) for k in before)
 
 
+def test_too_many_skipped_steps_in_the_last_iteration(tmp_path, monkeypatch, capsys):
+    """That nothing more was to come doesn't make it a success; the count goes on over a resume."""
+    monkeypatch.setattr(starpo, "starpo_loss", lambda *a, real=starpo.starpo_loss, **k: (
+        real(*a, **k)[0] * math.nan, real(*a, **k)[1]))
+    words = ["--config", "configs/tiny_bandit.py", "--eval_every=0", "--prompts_per_iter=2", "--max_skipped=2",
+             f"--out_dir={tmp_path / 'run'}"]
+    assert train.run([*words, "--max_iters=1"]) == 0
+    assert train.run([*words, "--max_iters=2", "--resume"]) == 2
+    assert "2 optimizer steps in a row were skipped" in capsys.readouterr().err
+
+
 def test_logits_that_are_not_finite_are_sampled_without_a_crash(tmp_path, monkeypatch):
     """A row of nan gives an id of the vocabulary with log-prob nan; the run skips its steps and goes on."""
     token, logp = rollout.draw(torch.tensor([[math.nan] * 5, [0.0, 1, 2, 3, 4]]), torch.tensor([0.5, 0.5]), 1.0)
@@ -501,6 +624,23 @@ def test_out_of_memory_changes_no_result(enough_memory, tmp_path, monkeypatch, c
         for key, value in one.items():
             assert two[key] == (pytest.approx(value, rel=1e-3, abs=1e-5) if isinstance(value, float) else value), key
     assert json.load(open(tmp_path / "got/run/config.json"))["micro_batch_tokens"] == 1000
+
+
+def test_one_limit_of_memory_is_met_once(tmp_path, monkeypatch):
+    """Every step that was cut before meets the same limit, and doesn't make the micro-batches of later ones smaller still."""
+    real, calls = model.ActorCritic.forward, []
+
+    def forward(self, tokens, *args, **kwargs):
+        calls.append(len(tokens))
+        if tokens.numel() > 300 and torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(self, tokens, *args, **kwargs)
+    monkeypatch.setattr(model.ActorCritic, "forward", forward)
+    cfg, typed, filed = load_config(train.Config, [
+        "--config=configs/tiny_bandit.py", f"--out_dir={tmp_path}", "--max_iters=1", "--eval_every=0", "--prompts_per_iter=8",
+        "--update_batch=16", "--micro_batch_tokens=512", "--share_prefix=False", "--algo=arpo"])
+    last = train.main(cfg)
+    assert last["optimizer_steps"] == 4 and cfg.micro_batch_tokens == 256
 
 
 def test_out_of_memory_with_a_single_row_is_an_error(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import torch
 
 import starpo
 import train
-from checkpoint import load_file
+from checkpoint import damage, load_file
 from test_checkpoint import count_lines, figures, wait_for
 
 BASE = ["--max_iters=1", "--eval_every=0", "--save_every=1", "--log_rollouts=999", "--lr=1e-3"]
@@ -88,6 +88,16 @@ def test_resume_on_another_number_of_ranks(tmp_path):
     assert len({open(tmp_path / name / "rollouts/iter_000002.jsonl").read() for name in ("run", "two")}) == 1
 
 
+def test_the_command_itself_ends(tmp_path):
+    """train.py under torchrun, not tests/ranks.py: several runs of two ranks end by themselves with status 0."""
+    for n in range(3):
+        done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "train.py",
+                               "--config", "configs/tiny_bandit.py", "--max_iters=1", "--eval_every=0", "--prompts_per_iter=2",
+                               f"--out_dir={tmp_path / str(n)}"], text=True, capture_output=True, timeout=120)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "holds metrics.jsonl" in done.stdout and count_lines(tmp_path / str(n) / "metrics.jsonl") == 1
+
+
 @pytest.mark.parametrize("fault, message", [
     ("raise", "ArithmeticError: rank 1 is out of luck"),
     # torchrun gives a rank that sleeps half a minute before it kills it
@@ -114,3 +124,4 @@ def test_a_signal_to_two_ranks(tmp_path):
     done = count_lines(tmp_path / "run/metrics.jsonl")
     assert f"stopped by SIGTERM after iteration {done}; go on" in out
     assert f"iter_{done:06d}" in os.listdir(tmp_path / "run/checkpoints")
+    assert damage(tmp_path / f"run/checkpoints/iter_{done:06d}") == "" and "train.py\", line" not in out

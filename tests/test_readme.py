@@ -52,6 +52,7 @@ HOW = {
     "python bench.py --only=ideas": LONG,
     "pip install trl gymnasium gym-sokoban": LONG,
     "pytest -m slow -rP tests/test_checkpoint.py tests/test_ranks.py": LONG,
+    "pytest -m slow -rP tests/test_fuzz.py": LONG,
 }
 
 

@@ -43,6 +43,15 @@ def test_wandb_offline(tmp_path, monkeypatch):
     assert "[assistant]" in open(table).read()
 
 
+def test_a_tracker_that_fails_is_no_end(tmp_path, capsys, monkeypatch):
+    """No account, no network, no room: said once, and the run goes on without."""
+    pytest.importorskip("tensorboard", reason="pip install tensorboard")
+    monkeypatch.setattr(train, "track", lambda *a: 1 / 0)
+    _, lines = run_tiny(tmp_path, "tiny_bandit", *WORDS, "--track=tensorboard")
+    out = capsys.readouterr().out
+    assert len(lines) == 3 and out.count("track='tensorboard' failed, the run goes on without (ZeroDivisionError") == 1
+
+
 def test_trackers_that_are_not_there(monkeypatch):
     """A misspelt one, and one without its package: what to do, before anything is loaded."""
     with pytest.raises(UserError, match="track must name some of tensorboard, wandb, trackio, with commas, got 'tensorbord'"):
