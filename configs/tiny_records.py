@@ -1,6 +1,6 @@
 """A world of your own, and the config that trains it on a laptop (docs/your_own_environment.md tells the story).
 
-    python sft.py --like=configs/tiny_records.py --model=assets/tiny --noise=0.6 --steps=800 --lr=1e-3 --out_dir=runs/records_start
+    python sft.py --like=configs/tiny_records.py --model=assets/tiny --noise=0.3 --solver_only=True --steps=300 --lr=1e-3 --out_dir=runs/records_start
     python train.py --config configs/tiny_records.py
 """
 from envs import ENVS, TextEnv, stream
@@ -34,10 +34,10 @@ class Records(TextEnv):
 ENVS["Records"] = Records
 
 model, env, out_dir = "runs/records_start", "Records", "runs/tiny_records"
-algo, lora_rank, lr, entropy_coef = "grpo", 0, 5e-4, 0.0
+algo, lora_rank, lr, entropy_coef = "grpo", 0, 2e-4, 0.0
 think, terse = False, True
 max_turns, max_actions, max_actions_per_turn = 3, 3, 1
 max_new_tokens, max_context = 8, 256
 prompts_per_iter, group_size, update_batch = 32, 8, 256
 filter_keep, filter_zero = 1.0, False
-max_iters = 200
+max_iters = 100

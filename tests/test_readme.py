@@ -34,8 +34,8 @@ HOW = {
     "python train.py --config …": LONG,
     "python train.py --help": "",
     "python dryrun.py": "",
-    "python sft.py --like=configs/tiny_records.py --model=assets/tiny --noise=0.6 --steps=800 --lr=1e-3 --out_dir=runs/records_start":
-        "--steps=2",
+    "python sft.py --like=configs/tiny_records.py --model=assets/tiny --noise=0.3 --solver_only=True --steps=300 --lr=1e-3 "
+    "--out_dir=runs/records_start": "--steps=2",
     "python train.py --config configs/tiny_records.py --model=assets/tiny --dry_run": "",
     "python train.py --config configs/tiny_records.py": QUICK,
     "pip install gymnasium": LONG,
