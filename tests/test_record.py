@@ -32,10 +32,11 @@ def test_tensorboard(tmp_path):
 
 def test_wandb_offline(tmp_path, monkeypatch):
     """Without a network and an account: the run's file holds the curves and the table of episodes."""
-    pytest.importorskip("wandb", reason="pip install wandb")
+    wandb = pytest.importorskip("wandb", reason="pip install wandb")
     for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true")):
         monkeypatch.setenv(name, value)
     run_tiny(tmp_path, "tiny_bandit", *WORDS, "--track=wandb")
+    wandb.teardown()        # a run's finish() doesn't wait for the process that writes its file
     [path] = glob.glob(str(tmp_path / "run/wandb/offline-run-*/run-*.wandb"))
     data = open(path, "rb").read()
     assert all(name in data for name in (b"group_reward_std", b"eval/Bandit/success", b"prompts_per_iter"))
